@@ -1,0 +1,117 @@
+"""Every exception that dtrcompile raises on purpose.
+
+Each says what was given, what is allowed, and what to do next.  All derive from `DTRError`, so a
+training script can catch the family; none of them is a subclass of another library's exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class DTRError(Exception):
+    """Base class of the errors that dtrcompile raises."""
+
+
+class OptionError(DTRError, ValueError):
+    """An option has an unknown name or an unusable value."""
+
+    @classmethod
+    def unknown(cls, what: str, given: object, allowed: Iterable[str]) -> OptionError:
+        """An unknown name, with the nearest allowed one."""
+        names = sorted(allowed)
+        # Case does not count: the paper writes h_DTR.
+        lowered = {name.lower(): name for name in names}
+        near = [
+            lowered[match]
+            for match in get_close_matches(str(given).lower(), list(lowered), n=1, cutoff=0.5)
+        ]
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return cls(f"unknown {what} {given!r}.{hint} Allowed: {', '.join(names)}.")
+
+
+class ProgramError(DTRError):
+    """A program, or a program file, breaks the rules of `program.Program`."""
+
+
+class PlanError(DTRError):
+    """A plan breaks the rules of the referee (`replay.replay`)."""
+
+
+class CaptureError(DTRError):
+    """The graph holds something that cannot be turned into a program."""
+
+
+class VerificationError(DTRError):
+    """An emitted graph, or the schedule made from it, does not do what its plan says."""
+
+
+class InfeasibleBudgetError(DTRError):
+    """No plan was found that stays within the budget.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        minimum_bytes: the smallest budget that can be met, or None where no plan was found at all.
+        operator: name of the operator at which that smallest plan has its peak.
+        largest: (storage name, size_bytes) of the largest storages live there, largest first.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        minimum_bytes: int | None = None,
+        operator: str = "",
+        largest: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+        self.operator = operator
+        self.largest = tuple(largest)
+        lines = [f"no plan fits a budget of {format_bytes(budget_bytes)}."]
+        if minimum_bytes is not None:
+            lines.append(
+                f"The smallest budget that can be met is {minimum_bytes} bytes"
+                f" ({format_bytes(minimum_bytes)})"
+                + (f"; its peak stands at operator {operator!r}." if operator else ".")
+            )
+        if self.largest:
+            live = ", ".join(f"{name} ({format_bytes(size)})" for name, size in self.largest)
+            lines.append(f"Largest storages live there: {live}.")
+        lines.append(
+            f"Set budget={minimum_bytes} or more, or budget='min', or make the batch smaller."
+            if minimum_bytes is not None
+            else "Raise the budget, or make the batch smaller."
+        )
+        super().__init__(" ".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions with keyword-only arguments do not pickle by default.
+        return _rebuild_infeasible, (
+            self.budget_bytes,
+            self.minimum_bytes,
+            self.operator,
+            self.largest,
+        )
+
+
+def _rebuild_infeasible(
+    budget_bytes: int,
+    minimum_bytes: int | None,
+    operator: str,
+    largest: tuple[tuple[str, int], ...],
+) -> InfeasibleBudgetError:
+    return InfeasibleBudgetError(
+        budget_bytes, minimum_bytes=minimum_bytes, operator=operator, largest=largest
+    )
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``size_bytes`` for a person: ``'93.0 MiB'``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
