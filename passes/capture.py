@@ -1,0 +1,614 @@
+"""Capture: the default split's forward and backward graphs become one `Program`.
+
+Where in the pipeline: after AOTAutograd, Inductor's joint-graph passes and the default min-cut
+partitioner (or, for inference, on the one graph there is).  The program is the forward graph
+followed by the backward graph, so at an ample budget the result is the default's.
+
+Operators are what Inductor will run, not FX nodes.  A KERNEL node (`nodes.Role`) is an operator.
+FUSED nodes are grouped greedily, in graph order, the way Inductor's scheduler fuses a producer with
+its consumers: a cluster stays open until something outside it reads one of its values.  A FUSED
+value is *materialized* (has a storage) if a kernel, another cluster or an output reads it; each
+materialized value is one operator, whose nodes are the *cone* of unmaterialized nodes above it.
+Views own no bytes and are made again at each use.
+
+What is approximate: Inductor may also inline a cheap value into several kernels, or split a
+cluster.  The schedule that Inductor makes of the emitted graphs is read back by `schedule` and is
+what the promise is made of; the program only has to be good enough to plan with.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from dtrcompile.passes.costs import CostModel
+from dtrcompile.passes.errors import CaptureError
+from dtrcompile.passes.nodes import (
+    Role,
+    extent_bytes,
+    is_mutating,
+    is_sequence,
+    is_tensor,
+    mutated_arguments,
+    numel,
+    owned_bytes,
+    role,
+    storage_key,
+    tensor_values,
+    value,
+    why_not_recomputable,
+)
+from dtrcompile.passes.program import (
+    Operator,
+    Phase,
+    Program,
+    Storage,
+    StorageKind,
+    Tensor,
+)
+from dtrcompile.passes.torch_private import InputMutationAOTOutput
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedOperator:
+    """The FX nodes of one operator of the program.
+
+    Attributes:
+        nodes: the cone in topological order, views on the way included.
+        outputs: the nodes that own the operator's output storages.
+        cluster: operators with the same number are expected in one Inductor kernel.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    cluster: int
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A program and the way back from it to the graphs.
+
+    Attributes:
+        program: what planners see.
+        forward, backward: the default split's modules (backward None for inference).
+        num_fwd_outputs: how many of forward's outputs are the user's; the rest are saved.
+        operators: one entry an operator of the program.
+        storage_nodes: for each storage, the node that owns it.
+        storage_of: node -> storage id, for owners and constants (several constants may share one).
+        same_value: backward placeholder -> the forward node that it receives.
+    """
+
+    program: Program
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    num_fwd_outputs: int
+    operators: tuple[CapturedOperator, ...]
+    storage_nodes: tuple[fx.Node, ...]
+    storage_of: dict[fx.Node, int]
+    same_value: dict[fx.Node, fx.Node]
+
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """The node that makes the value: through a backward placeholder to the forward."""
+        return self.same_value.get(node, node)
+
+    def owner(self, node: fx.Node) -> fx.Node:
+        """The node that owns the storage of a tensor node's value, through views."""
+        return owner(node, self.same_value)
+
+
+def output_arguments(gm: fx.GraphModule) -> list[object]:
+    """What a graph returns, flat: nodes, None and numbers."""
+    (node,) = gm.graph.find_nodes(op="output")
+    return list(pytree.tree_leaves(node.args[0], is_leaf=lambda x: x is None))
+
+
+def owner(node: fx.Node, same_value: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Follow views, and elements of lists of views, up to the node that owns the storage."""
+    node = same_value.get(node, node)
+    while True:
+        base = view_base(node)
+        if base is None:
+            return node
+        node = same_value.get(base, base)
+
+
+def view_base(node: fx.Node) -> fx.Node | None:
+    """The argument that a view (or an element of a split) aliases; None for an owner."""
+    if node.op != "call_function":
+        return None
+    kind = role(node)
+    if kind is Role.ITEM:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source if source.op == "call_function" and role(source) is Role.VIEW else None
+    if kind is Role.VIEW:
+        for argument in (*node.args, *node.kwargs.values()):
+            if isinstance(argument, fx.Node) and (is_tensor(argument) or is_sequence(argument)):
+                return argument
+    if is_mutating(node) and is_tensor(node):
+        # An in-place operator returns the tensor that it wrote into.
+        written = mutated_arguments(node)
+        return written[0] if written else None
+    return None
+
+
+def capture(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule | None,
+    *,
+    num_fwd_outputs: int,
+    static_input_indices: Iterable[int],
+    cost_model: CostModel,
+    name: str = "graph",
+) -> Captured:
+    """Build the program of a forward graph and, for training, its backward graph.
+
+    Args:
+        forward, backward: modules after the default split; backward's placeholders carry the names
+            of the forward nodes whose values they receive (the partitioner's contract).
+        num_fwd_outputs: number of the user's outputs among forward's.
+        static_input_indices: which forward inputs are parameters and buffers.
+
+    Raises:
+        CaptureError: if a graph holds what cannot be planned.
+    """
+    return _Capture(
+        forward, backward, num_fwd_outputs, frozenset(static_input_indices), cost_model, name
+    ).run()
+
+
+class _Capture:
+    def __init__(
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule | None,
+        num_fwd_outputs: int,
+        static_input_indices: frozenset[int],
+        cost_model: CostModel,
+        name: str,
+    ) -> None:
+        self.forward = forward
+        self.backward = backward
+        self.num_fwd_outputs = num_fwd_outputs
+        self.static_input_indices = static_input_indices
+        self.cost_model = cost_model
+        self.name = name
+
+        self.forward_nodes = list(forward.graph.nodes)
+        self.backward_nodes = list(backward.graph.nodes) if backward is not None else []
+        self.same_value = self._received()
+        self.calls = [n for n in self.forward_nodes if n.op == "call_function"]
+        self.first_backward_call = len(self.calls)
+        self.calls += [n for n in self.backward_nodes if n.op == "call_function"]
+        self.position = {n: i for i, n in enumerate(self.calls)}
+        self.roles = {n: role(n) for n in self.calls}
+        self.user_outputs = self._nodes(output_arguments(forward)[:num_fwd_outputs])
+        self.gradients = self._nodes(output_arguments(backward)) if backward is not None else []
+
+    def _received(self) -> dict[fx.Node, fx.Node]:
+        """Backward placeholder -> forward node, by position: backward takes the numbers first."""
+        if self.backward is None:
+            return {}
+        saved = output_arguments(self.forward)[self.num_fwd_outputs :]
+        numbers = [a for a in saved if isinstance(_val(a), torch.types.py_sym_types)]
+        others = [a for a in saved if not isinstance(_val(a), torch.types.py_sym_types)]
+        inputs = [n for n in self.backward_nodes if n.op == "placeholder"]
+        if len(inputs) < len(saved):
+            raise CaptureError(
+                f"backward takes {len(inputs)} inputs, forward saves {len(saved)} values for it"
+            )
+        received: dict[fx.Node, fx.Node] = {}
+        for node, source in zip(inputs, [*numbers, *others], strict=False):
+            if isinstance(source, fx.Node):
+                received[node] = source
+        return received
+
+    def _nodes(self, arguments: Sequence[object]) -> list[fx.Node]:
+        return [
+            self.same_value.get(a, a) for a in arguments if isinstance(a, fx.Node) and is_tensor(a)
+        ]
+
+    def owner(self, node: fx.Node) -> fx.Node:
+        return owner(node, self.same_value)
+
+    def inputs_of(self, node: fx.Node) -> list[fx.Node]:
+        return [self.same_value.get(n, n) for n in node.all_input_nodes]
+
+    def run(self) -> Captured:
+        clusters = self._clusters()
+        materialized = self._materialized(clusters)
+        constants = self._constants()
+        operators = self._operators(clusters, materialized)
+        return self._program(constants, operators)
+
+    # --- grouping -----------------------------------------------------------------------------
+
+    def _clusters(self) -> dict[fx.Node, int]:
+        """Cluster number of each FUSED node, and of each ITEM of one."""
+        parent: list[int] = []
+        is_open: list[bool] = []
+        loop_numel: list[int] = []
+        cluster_of: dict[fx.Node, int] = {}
+
+        def find(c: int) -> int:
+            while parent[c] != c:
+                parent[c] = parent[parent[c]]
+                c = parent[c]
+            return c
+
+        def fused_sources(node: fx.Node) -> list[fx.Node]:
+            sources: list[fx.Node] = []
+            for n in self.inputs_of(node):
+                n = self.owner(n) if is_tensor(n) or is_sequence(n) else n
+                if n in cluster_of and not self._is_generator(n):
+                    sources.append(n)
+            return sources
+
+        for index, node in enumerate(self.calls):
+            if index == self.first_backward_call:
+                is_open = [False] * len(is_open)
+            kind = self.roles[node]
+            if kind in (Role.SCALAR, Role.VIEW):
+                continue
+            if kind is Role.ITEM:
+                source = node.args[0]
+                if source in cluster_of:
+                    cluster_of[node] = cluster_of[source]  # type: ignore[index]
+                continue
+            if kind is Role.KERNEL:
+                if is_mutating(node):
+                    # Loops that read the old value must not be delayed past the write.
+                    is_open = [False] * len(is_open)
+                for source in fused_sources(node):
+                    is_open[find(cluster_of[source])] = False
+                continue
+            mine = len(parent)
+            parent.append(mine)
+            is_open.append(True)
+            loop_numel.append(_loop_numel(node))
+            for source in fused_sources(node):
+                other = find(cluster_of[source])
+                if other == find(mine):
+                    continue
+                if is_open[other] and _same_loops(
+                    loop_numel[other], loop_numel[find(mine)], source
+                ):
+                    root = find(mine)
+                    parent[root] = other
+                    loop_numel[other] = max(loop_numel[other], loop_numel[root])
+                else:
+                    is_open[other] = False
+            cluster_of[node] = mine
+        return {n: find(c) for n, c in cluster_of.items()}
+
+    def _materialized(self, clusters: dict[fx.Node, int]) -> set[fx.Node]:
+        """FUSED and ITEM nodes whose value gets a storage."""
+        materialized: set[fx.Node] = set()
+        for node in (*self.user_outputs, *self.gradients):
+            if (source := self.owner(node)) in clusters:
+                materialized.add(source)
+        for node in self.calls:
+            if self.roles[node] is Role.VIEW or self.roles[node] is Role.ITEM:
+                continue
+            for n in self.inputs_of(node):
+                if not is_tensor(n):
+                    continue
+                source = self.owner(n)
+                if self._is_generator(source) and self.roles[node] is Role.FUSED:
+                    continue
+                if source in clusters and clusters.get(node) != clusters[source]:
+                    materialized.add(source)
+        return materialized
+
+    def _is_generator(self, node: fx.Node) -> bool:
+        """A loop that reads no tensor (full, arange): written into each loop that reads it."""
+        return (
+            self.roles.get(node) is Role.FUSED
+            and is_tensor(node)
+            and not any(is_tensor(n) or is_sequence(n) for n in node.all_input_nodes)
+        )
+
+    def _constants(self) -> list[tuple[fx.Node, StorageKind]]:
+        constants: list[tuple[fx.Node, StorageKind]] = []
+        index = 0
+        for node in self.forward_nodes:
+            if node.op == "placeholder":
+                if is_tensor(node):
+                    is_static = index in self.static_input_indices
+                    constants.append(
+                        (node, StorageKind.PARAMETER if is_static else StorageKind.INPUT)
+                    )
+                index += 1
+            elif node.op == "get_attr" and is_tensor(node):
+                constants.append((node, StorageKind.PARAMETER))
+        for node in self.backward_nodes:
+            if node in self.same_value or not is_tensor(node):
+                continue
+            if node.op == "placeholder":
+                constants.append((node, StorageKind.TANGENT))
+            elif node.op == "get_attr":
+                constants.append((node, StorageKind.PARAMETER))
+        return constants
+
+    # --- operators ----------------------------------------------------------------------------
+
+    def _operators(
+        self, clusters: dict[fx.Node, int], materialized: set[fx.Node]
+    ) -> list[CapturedOperator]:
+        """All operators in the order in which the baseline runs them."""
+        # A cluster runs where its last member stands: everything it reads is there by then, and
+        # nothing outside read it before (it was open).
+        runs_at: dict[int, int] = {}
+        for node, cluster in clusters.items():
+            runs_at[cluster] = max(runs_at.get(cluster, -1), self.position[node])
+        placed: list[tuple[int, int, CapturedOperator]] = []
+        next_cluster = len(self.calls)
+        for node in self.calls:
+            if node in materialized:
+                cluster = clusters[node]
+                placed_operator = CapturedOperator(self._cone(node, materialized), (node,), cluster)
+                placed.append((runs_at[cluster], self.position[node], placed_operator))
+            elif self.roles[node] is Role.KERNEL:
+                outputs: tuple[fx.Node, ...] = ()
+                elements = self._elements(node) if is_sequence(node) else []
+                if elements:
+                    outputs = tuple(n for n in elements if self.roles[n] is Role.ITEM)
+                elif is_tensor(node) and view_base(node) is None:
+                    outputs = (node,)
+                nodes = (*self._cone_above(node, materialized), node)
+                nodes += tuple(elements)
+                placed_operator = CapturedOperator(nodes, outputs, next_cluster)
+                next_cluster += 1
+                placed.append((self.position[node], self.position[node], placed_operator))
+        placed.sort(key=lambda item: item[:2])
+        return [item for _, _, item in placed]
+
+    def _elements(self, node: fx.Node) -> list[fx.Node]:
+        """Tensors of a multi-output kernel, and the sequences inside its result, in graph order."""
+        elements: list[fx.Node] = []
+        stack = [node]
+        while stack:
+            for user in stack.pop().users:
+                if user.target is not operator.getitem:
+                    continue
+                if is_tensor(user):
+                    elements.append(user)
+                elif is_sequence(user):
+                    elements.append(user)
+                    stack.append(user)
+        return sorted(elements, key=self.position.__getitem__)
+
+    def _cone(self, node: fx.Node, materialized: set[fx.Node]) -> tuple[fx.Node, ...]:
+        return (*self._cone_above(node, materialized), node)
+
+    def _cone_above(self, node: fx.Node, materialized: set[fx.Node]) -> tuple[fx.Node, ...]:
+        """Unmaterialized nodes, views included, that ``node`` needs, in graph order."""
+        cone: set[fx.Node] = set()
+        stack = self.inputs_of(node)
+        while stack:
+            n = stack.pop()
+            if n in cone or n not in self.roles or n in materialized:
+                continue
+            kind = self.roles[n]
+            is_inner = kind in (Role.VIEW, Role.FUSED) or (
+                kind is Role.ITEM and view_base(n) is not None
+            )
+            if kind is Role.ITEM and not is_inner:
+                source = n.args[0]
+                is_inner = self.roles.get(source) is Role.FUSED  # type: ignore[arg-type]
+            if is_inner:
+                cone.add(n)
+                stack.extend(self.inputs_of(n))
+        return tuple(sorted(cone, key=self.position.__getitem__))
+
+    def _written_after_forward(self) -> list[fx.Node]:
+        """Inputs that AOTAutograd updates when forward has returned (running statistics)."""
+        (out,) = self.forward.graph.find_nodes(op="output")
+        mutated = [
+            kind.mutated_input
+            for kind in out.meta.get("desc", ())
+            if isinstance(kind, InputMutationAOTOutput)
+        ]
+        return [
+            n for n in self.forward_nodes if n.op == "placeholder" and n.meta.get("desc") in mutated
+        ]
+
+    def _owned_bytes(self, node: fx.Node) -> int:
+        """Bytes of the storage that ``node`` owns."""
+        val = value(node)
+        assert isinstance(val, torch.Tensor)
+        own = storage_key(val)
+        for n in self.inputs_of(node):
+            source = value(n)
+            if isinstance(source, torch.Tensor) and storage_key(source) == own:
+                # The trace let an operator return its argument's storage; a run may not.
+                return extent_bytes(val)
+        return owned_bytes(val)
+
+    # --- the program --------------------------------------------------------------------------
+
+    def _program(
+        self,
+        constants: list[tuple[fx.Node, StorageKind]],
+        captured: list[CapturedOperator],
+    ) -> Captured:
+        storages: list[Storage] = []
+        tensors: list[Tensor] = []
+        storage_nodes: list[fx.Node] = []
+        storage_of: dict[fx.Node, int] = {}
+        shared: dict[object, int] = {}
+        returned = {self.owner(n) for n in self.user_outputs}
+        gradients = {self.owner(n) for n in self.gradients}
+
+        def add(node: fx.Node, kind: StorageKind, producer: int | None) -> int:
+            storage_of[node] = len(storages)
+            val = value(node)
+            assert isinstance(val, torch.Tensor)
+            size_bytes = extent_bytes(val) if producer is None else self._owned_bytes(node)
+            storages.append(Storage(len(storages), node.name, size_bytes, kind))
+            tensors.append(Tensor(len(tensors), node.name, storage_of[node], producer))
+            storage_nodes.append(node)
+            return storage_of[node]
+
+        for node, kind in constants:
+            val = value(node)
+            assert isinstance(val, torch.Tensor)
+            key = storage_key(val)
+            if key in shared:  # two inputs that are views of one storage
+                s = storages[shared[key]]
+                size_bytes = min(
+                    s.size_bytes + extent_bytes(val),
+                    max(int(val.untyped_storage().nbytes()), s.size_bytes),
+                )
+                storages[s.id] = Storage(s.id, s.name, size_bytes, s.kind)
+                storage_of[node] = s.id
+                continue
+            shared[key] = add(node, kind, None)
+
+        # A constant that the graph writes into (a running statistic, a mutated input) is not the
+        # same value afterwards: what reads it directly may run only once.
+        written = {
+            storage_of[source]
+            for node in self.calls
+            if is_mutating(node)
+            for n in mutated_arguments(node)
+            if (source := self.owner(n)) in storage_of
+        }
+
+        written |= {storage_of[n] for n in self._written_after_forward() if n in storage_of}
+
+        operators: list[Operator] = []
+        boundary: int | None = None
+        for cap in captured:
+            last = cap.nodes[-1]
+            is_backward = self.position[cap.outputs[0] if cap.outputs else last] >= (
+                self.first_backward_call
+            )
+            if is_backward and boundary is None:
+                boundary = len(operators)
+            inputs: dict[int, None] = {}
+            members = set(cap.nodes)
+            for node in cap.nodes:
+                for n in self.inputs_of(node):
+                    if n in members or not (is_tensor(n) or is_sequence(n)):
+                        continue
+                    source = self.owner(n)
+                    if source in members:
+                        continue
+                    if source not in storage_of:
+                        raise CaptureError(
+                            f"{node.name!r} reads {n.name!r}, whose storage has no owner;"
+                            " please report this graph"
+                        )
+                    inputs[storage_of[source]] = None
+            reason = next(filter(None, map(why_not_recomputable, cap.nodes)), None)
+            if reason is None and not cap.outputs:
+                reason = "it is run for its effect"
+            if reason is None and written.intersection(inputs):
+                reason = "it reads an input that the step writes into"
+            o = len(operators)
+            outputs = [
+                add(
+                    node,
+                    StorageKind.OUTPUT
+                    if node in returned
+                    else StorageKind.GRADIENT
+                    if node in gradients
+                    else StorageKind.INTERMEDIATE,
+                    o,
+                )
+                for node in cap.outputs
+            ]
+            operators.append(
+                Operator(
+                    id=o,
+                    name=(cap.outputs[0] if cap.outputs else last).name,
+                    phase=Phase.BACKWARD if is_backward else Phase.FORWARD,
+                    # Every storage has one tensor here, and constants that share a storage are
+                    # read through its first: tensor ids are storage ids.
+                    inputs=tuple(inputs),
+                    outputs=tuple(outputs),
+                    cost_ns=self.cost_model.cost_ns(
+                        [n for n in cap.nodes if self.roles[n] in (Role.FUSED, Role.KERNEL)],
+                        [storage_nodes[s] for s in inputs],
+                        list(cap.outputs),
+                    ),
+                    workspace_bytes=_unread_output_bytes(cap),
+                    not_recomputable=reason,
+                )
+            )
+        if self.backward is not None and boundary is None:
+            boundary = len(operators)
+        outputs_wanted = dict.fromkeys(
+            storage_of[self.owner(n)] for n in (*self.user_outputs, *self.gradients)
+        )
+        program = Program(
+            tuple(storages),
+            tuple(tensors),
+            tuple(operators),
+            tuple(outputs_wanted),
+            boundary,
+            name=self.name,
+        )
+        return Captured(
+            program,
+            self.forward,
+            self.backward,
+            self.num_fwd_outputs,
+            tuple(captured),
+            tuple(storage_nodes),
+            storage_of,
+            self.same_value,
+        )
+
+
+def _unread_output_bytes(captured: CapturedOperator) -> int:
+    """Outputs of a multi-output kernel that nothing reads: allocated, then dropped at once."""
+    kernel = next((n for n in captured.nodes if is_sequence(n) and role(n) is Role.KERNEL), None)
+    if kernel is None:
+        return 0
+    read = {n.args[1] for n in captured.outputs}
+    elements = value(kernel)
+    if not isinstance(elements, (tuple, list)):
+        return 0
+    return sum(
+        extent_bytes(v)
+        for i, v in enumerate(elements)
+        if isinstance(v, torch.Tensor) and i not in read
+    )
+
+
+def _val(argument: object) -> object:
+    return value(argument) if isinstance(argument, fx.Node) else None
+
+
+def _loop_numel(node: fx.Node) -> int:
+    """Iterations of the loop nest that Inductor writes for a FUSED node."""
+    # An embedding or an index reads few elements of a large table; a reduction reads all.
+    read = [node, *node.all_input_nodes] if _reduces(node) else [node]
+    return max((numel(v) for n in read for v in tensor_values(n)), default=0)
+
+
+def _reduces(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.reduction in target.tags
+        or target.overloadpacket
+        in (torch.ops.aten.sum, torch.ops.aten.mean, torch.ops.aten.var_mean, torch.ops.aten.prod)
+    )
+
+
+def _same_loops(producer_numel: int, consumer_numel: int, source: fx.Node) -> bool:
+    """Whether Inductor could run a consumer's loop in the producer's kernel.
+
+    Equal iteration counts fuse; a consumer of a reduction's small result is its epilogue; a small
+    producer is inlined into a larger consumer.
+    """
+    if producer_numel <= consumer_numel:
+        return True
+    return any(numel(v) == consumer_numel for v in tensor_values(source))

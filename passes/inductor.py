@@ -1,0 +1,228 @@
+"""Inductor's side: the memory model that lowers graphs, and compilation with the plan kept.
+
+The configuration of `planned_config` applies to graphs that come from a plan, when they are
+measured and when they are compiled; the default split's graphs get Inductor's defaults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from dtrcompile.passes.capture import Captured, output_arguments
+from dtrcompile.passes.emit import Emitted, lower_frees
+from dtrcompile.passes.fusion import keep_plan_order
+from dtrcompile.passes.nodes import hint
+from dtrcompile.passes.pipeline import Measured, MemoryModel, constant_bytes, placeholders
+from dtrcompile.passes.program import StorageKind
+from dtrcompile.passes.replay import PlanStats
+from dtrcompile.passes.schedule import Resident, Schedule, Wrapper, lower, replay_schedule
+from dtrcompile.passes.torch_private import (
+    FakeTensor,
+    InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
+    TracingContext,
+    collect_fw_donated_buffer_idxs,
+    count_tangents,
+    functorch_config,
+    inductor_config,
+)
+
+# On CUDA the caching allocator rounds each allocation up to a multiple of this.
+CUDA_ALIGNMENT_BYTES = 512
+
+
+# Outputs that AOTAutograd adds to the user's; their strides are its own business.
+_NOT_FROM_THE_USER = (InputMutationAOTOutput, IntermediateBaseAOTOutput)
+
+
+@contextlib.contextmanager
+def planned_config() -> Iterator[None]:
+    """Inductor's settings for graphs of a plan: keep its order."""
+    # Inductor would pick among orders by an estimate of its own; the plan's order was chosen by
+    # the peak.
+    with inductor_config.patch({"reorder_for_peak_memory": False}), keep_plan_order():
+        yield
+
+
+def is_planned(gm: fx.GraphModule) -> bool:
+    """Whether a graph was emitted from a plan."""
+    return any("dtr_group" in node.meta for node in gm.graph.nodes)
+
+
+def resident_bytes(captured: Captured) -> Resident:
+    """What is there before the graphs run."""
+    totals = constant_bytes(captured.program)
+    return Resident(
+        totals[StorageKind.PARAMETER], totals[StorageKind.INPUT], totals[StorageKind.TANGENT]
+    )
+
+
+def schedule_of(
+    captured: Captured,
+    graphs: Sequence[fx.GraphModule],
+    forward: Wrapper,
+    backward: Callable[[Sequence[object]], Wrapper] | None,
+) -> Schedule:
+    """Replay the wrappers of a step; ``graphs`` are the modules they were made from."""
+    return replay_schedule(
+        forward,
+        backward,
+        forward_placeholders=placeholders(graphs[0]),
+        backward_placeholders=placeholders(graphs[1]) if len(graphs) > 1 else [],
+        num_fwd_outputs=captured.num_fwd_outputs,
+        resident=resident_bytes(captured),
+        alignment_bytes=CUDA_ALIGNMENT_BYTES if device_of(captured).type == "cuda" else 1,
+    )
+
+
+def device_of(captured: Captured) -> torch.device:
+    """The device that the graphs compute on: the first accelerator among their values, else CPU."""
+    found = torch.device("cpu")
+    for node in captured.storage_nodes:
+        val = node.meta["val"]
+        if val.device.type not in ("cpu", "meta"):
+            return torch.device(val.device)
+    return found
+
+
+@dataclass(frozen=True)
+class InductorModel(MemoryModel):
+    """Lowers graphs as the compilation will, and replays the wrappers.
+
+    Attributes:
+        static_input_indices: which forward inputs are parameters and buffers.
+    """
+
+    static_input_indices: tuple[int, ...]
+
+    def measure(
+        self,
+        captured: Captured,
+        emitted: Emitted | None,
+        stats: PlanStats,  # noqa: ARG002
+    ) -> Measured:
+        graphs: list[fx.GraphModule]
+        if emitted is None:
+            graphs = [g for g in (captured.forward, captured.backward) if g is not None]
+            schedule = self._schedule(captured, graphs)
+        else:
+            lower_frees(emitted.forward)
+            graphs = [emitted.forward]
+            if emitted.backward is not None:
+                lower_frees(emitted.backward)
+                graphs.append(emitted.backward)
+            with planned_config():
+                schedule = self._schedule(captured, graphs)
+        return Measured(
+            schedule.peak_bytes, schedule.peak_label, schedule.split, schedule.saved_bytes
+        )
+
+    def _schedule(self, captured: Captured, graphs: Sequence[fx.GraphModule]) -> Schedule:
+        is_inference = captured.backward is None
+        _mark_user_visible(graphs[0], captured.num_fwd_outputs, False, is_inference)
+        forward = lower(
+            graphs[0],
+            [_val(n) for n in placeholders(graphs[0])],
+            static_input_indices=self.static_input_indices,
+            is_backward=False,
+            is_inference=is_inference,
+        )
+        if is_inference:
+            return schedule_of(captured, graphs, forward, None)
+        backward = graphs[1]
+        _mark_user_visible(backward, captured.num_fwd_outputs, True, False)
+
+        def lower_backward(from_forward: Sequence[object]) -> Wrapper:
+            inputs = [_val(n) for n in placeholders(backward)]
+            for i, received in enumerate(from_forward):
+                inputs[i] = _restrided(inputs[i], received)
+            with _donating(_donated(graphs, captured.num_fwd_outputs)):
+                return lower(
+                    backward,
+                    inputs,
+                    static_input_indices=tuple(range(count_tangents(backward))),
+                    is_backward=True,
+                    is_inference=False,
+                )
+
+        return schedule_of(captured, graphs, forward, lower_backward)
+
+
+def _restrided(expected: Any, received: object) -> Any:
+    """The fake input with the strides that forward will return, as AOTAutograd sets them."""
+    if not isinstance(expected, torch.Tensor) or not isinstance(received, torch.Tensor):
+        return expected
+    strides = [hint(s) for s in expected.stride()]
+    if strides == list(received.stride()):
+        return expected
+    mode = expected.fake_mode if isinstance(expected, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return expected.as_strided(expected.shape, received.stride())
+
+
+def _donated(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> list[int]:
+    """Backward inputs whose memory Inductor may write into, as AOTAutograd will find them."""
+    if not functorch_config.donated_buffer:
+        return []
+    forward, backward = graphs
+    forward_outputs = [_val(a) for a in output_arguments(forward)]
+    saved = forward_outputs[num_fwd_outputs:]
+    tensors = [v for v in saved if isinstance(v, torch.Tensor)]
+    found = collect_fw_donated_buffer_idxs(
+        [_val(n) for n in placeholders(forward)],
+        forward_outputs[:num_fwd_outputs],
+        [_val(a) for a in output_arguments(backward)],
+        tensors,
+    )
+    num_symbols = sum(isinstance(v, torch.types.py_sym_types) for v in saved)
+    return [num_symbols + i for i in found]
+
+
+def _val(argument: object) -> Any:
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else None
+
+
+@contextlib.contextmanager
+def _donating(indices: list[int]) -> Iterator[None]:
+    """Let Inductor see the donated inputs that AOTAutograd sets only after the partitioner."""
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    metadata = context.fw_metadata or SimpleNamespace()
+    with (
+        mock.patch.object(context, "fw_metadata", metadata),
+        mock.patch.object(metadata, "bw_donated_idxs", indices, create=True),
+    ):
+        yield
+
+
+def _mark_user_visible(
+    gm: fx.GraphModule, num_fwd_outputs: int, is_backward: bool, is_inference: bool
+) -> None:
+    """Tell Inductor which outputs must keep their strides, as ``compile_fx`` will."""
+    (out,) = gm.graph.find_nodes(op="output")
+    results = output_arguments(gm)
+    visible = [i for i, r in enumerate(results) if isinstance(r, fx.Node)]
+    if is_backward:
+        if not inductor_config.bw_outputs_user_visible:
+            visible = []
+    elif not inductor_config.keep_output_stride:
+        visible = []
+    elif not is_inference:
+        kinds = out.meta.get("desc")
+        visible = [
+            i
+            for i in visible
+            if i < num_fwd_outputs
+            and (kinds is None or not isinstance(kinds[i], _NOT_FROM_THE_USER))
+        ]
+    out.meta["user_visible_output_idxs"] = visible

@@ -1,0 +1,284 @@
+"""What an FX node is to the planner: constant, scalar, view, fused or kernel.
+
+Only looks at a node: its target's schema and tags, and the fake value in ``node.meta["val"]``.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+
+import torch
+from torch import fx
+
+from dtrcompile.passes.errors import CaptureError
+from dtrcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOverload
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class Role(enum.Enum):
+    """How a node's value comes to be.
+
+    CONSTANT: from outside (placeholder, attribute).  SCALAR: a number or symbol; owns no bytes that
+    count.  VIEW: aliases its argument's storage.  ITEM: an element of a tuple.  FUSED: pointwise,
+    reduction or indirect load, which Inductor writes as a loop and may fuse.  KERNEL: a call of its
+    own (matrix product, convolution, scatter, library call), including everything with an effect.
+    """
+
+    CONSTANT = enum.auto()
+    SCALAR = enum.auto()
+    VIEW = enum.auto()
+    ITEM = enum.auto()
+    FUSED = enum.auto()
+    KERNEL = enum.auto()
+
+
+# Inductor lowers these to loops although they carry neither the pointwise nor the reduction tag.
+_FUSED_PACKETS = frozenset(
+    {
+        aten.arange,
+        aten.argmax,
+        aten.argmin,
+        aten.cat,
+        aten.constant_pad_nd,
+        aten.copy,
+        aten.embedding,
+        aten.empty,
+        aten.empty_like,
+        aten.expand_copy,
+        aten.flip,
+        aten.full,
+        aten.full_like,
+        aten.gather,
+        aten.index,
+        aten._unsafe_index,
+        aten.index_select,
+        aten.lift_fresh_copy,
+        aten.max,
+        aten.mean,
+        aten.min,
+        aten.native_dropout_backward,
+        aten.new_empty,
+        aten.new_full,
+        aten.new_ones,
+        aten.new_zeros,
+        aten.ones,
+        aten.ones_like,
+        aten.prod,
+        aten.repeat,
+        aten.scalar_tensor,
+        aten.select_scatter,
+        aten.slice_scatter,
+        aten.std,
+        aten.sum,
+        aten.tril,
+        aten.triu,
+        aten.var,
+        aten.var_mean,
+        aten.zeros,
+        aten.zeros_like,
+        prims.convert_element_type,
+        prims.inductor_lookup_seed,
+        prims.inductor_randint,
+        prims.inductor_random,
+        prims.iota,
+        prims.prepare_softmax_online,
+    }
+)
+
+# Views by behaviour whose schema does not say so.
+_VIEW_PACKETS = frozenset({aten._unsafe_view})
+# Named views by their schema, but may copy.
+_NOT_VIEW_PACKETS = frozenset({aten.contiguous, aten.to, aten._to_copy})
+
+# Deterministic once their seed is given.
+SEEDED_RANDOM_PACKETS = frozenset({prims.inductor_random, prims.inductor_randint})
+
+_COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "symm_mem"})
+_PURE_NAMESPACES = frozenset({"aten", "prims", "inductor", "quantized_decomposed"})
+
+
+def packet(node: fx.Node) -> object:
+    """The overload packet of an operator node, else its target."""
+    return node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+
+
+def value(node: fx.Node) -> object:
+    """The fake value of a node, or None where there is none."""
+    return node.meta.get("val")
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(value(node), torch.Tensor)
+
+
+def is_sequence(node: fx.Node) -> bool:
+    """Whether the node's value is a tuple or list (of a multi-output operator or a split).
+
+    Some higher-order operators carry no fake value; what is only ever indexed is a sequence.
+    """
+    val = value(node)
+    if val is None and node.op == "call_function" and node.users:
+        return all(user.target is operator.getitem for user in node.users)
+    return isinstance(val, (tuple, list))
+
+
+def _is_view_target(target: object) -> bool:
+    if not isinstance(target, OpOverload):
+        return False
+    if target.overloadpacket in _VIEW_PACKETS:
+        return True
+    if target.overloadpacket in _NOT_VIEW_PACKETS:
+        return False
+    schema = target._schema
+    reads = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+    return reads and not schema.is_mutable and any(r.alias_info for r in schema.returns)
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether the operator writes into an argument."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes that a mutating operator writes into."""
+    assert isinstance(node.target, OpOverload)
+    written: list[fx.Node] = []
+    arguments = node.target._schema.arguments
+    for index, argument in enumerate(arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        candidates = given if isinstance(given, (list, tuple)) else [given]
+        written.extend(n for n in candidates if isinstance(n, fx.Node))
+    return written
+
+
+def role(node: fx.Node) -> Role:
+    """Classify a placeholder, attribute or call.
+
+    Raises:
+        CaptureError: for a node kind that a compiled graph does not hold.
+    """
+    if node.op in ("placeholder", "get_attr"):
+        return Role.CONSTANT if is_tensor(node) else Role.SCALAR
+    if node.op != "call_function":
+        raise CaptureError(
+            f"node {node.name!r} is a {node.op!r}; expected the flat graph that AOTAutograd makes"
+        )
+    if node.target is operator.getitem and is_sequence(node.args[0]):  # type: ignore[arg-type]
+        return Role.ITEM if is_tensor(node) else Role.SCALAR
+    if not is_tensor(node) and not is_sequence(node):
+        has_tensor_input = any(is_tensor(n) for n in node.all_input_nodes)
+        is_size = packet(node) in (aten.sym_size, aten.sym_stride, aten.sym_numel)
+        effect = isinstance(node.target, (OpOverload, HigherOrderOperator)) and not is_size
+        # An operator whose value is read from a tensor's data, or which returns nothing, runs at
+        # its place; arithmetic on sizes does not.
+        return Role.KERNEL if effect and (has_tensor_input or value(node) is None) else Role.SCALAR
+    if _is_view_target(node.target):
+        return Role.VIEW
+    if is_mutating(node):
+        return Role.KERNEL
+    if isinstance(node.target, OpOverload) and not needs_own_kernel(node):
+        tags = node.target.tags
+        if (
+            node.target.overloadpacket in _FUSED_PACKETS
+            or torch.Tag.pointwise in tags
+            or torch.Tag.reduction in tags
+        ):
+            return Role.FUSED
+    return Role.KERNEL
+
+
+def needs_own_kernel(node: fx.Node) -> bool:
+    """Data-dependent output sizes, unseeded randomness and complex numbers are not fused."""
+    if not isinstance(node.target, OpOverload):
+        return True
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return True
+    return any(v.dtype.is_complex or has_unbacked_size(v) for v in tensor_values(node))
+
+
+def tensor_values(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that a node makes: one, or a multi-output operator's."""
+    val = value(node)
+    values = val if isinstance(val, (tuple, list)) else (val,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def has_unbacked_size(tensor: torch.Tensor) -> bool:
+    """Whether a size is only known when the operator has run."""
+    return any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in tensor.shape)
+
+
+def why_not_recomputable(node: fx.Node) -> str | None:
+    """Why the node may run only once, or None if running it again gives the same value."""
+    target = node.target
+    if isinstance(target, HigherOrderOperator):
+        return f"higher-order operator {target.name()}"
+    if not isinstance(target, OpOverload):
+        return None
+    if target.namespace in _COLLECTIVE_NAMESPACES:
+        return "a collective"
+    if target._schema.is_mutable:
+        return "it writes into an argument"
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return "it draws random numbers without a saved seed"
+    if target.namespace not in _PURE_NAMESPACES:
+        return f"custom operator {target} is not known to be pure"
+    if not target._schema.returns:
+        return "it is run for its effect"
+    if any(has_unbacked_size(v) for v in tensor_values(node)):
+        return "its output size depends on data"
+    policy = node.meta.get("recompute")
+    if policy is not None and getattr(policy, "name", "") == "MUST_SAVE":
+        return "the user's checkpoint policy says that it must be saved"
+    return None
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size as a number; of a symbolic one, its value when the graph was traced."""
+    if isinstance(size, torch.SymInt):
+        found = size.node.hint
+        return int(found) if isinstance(found, int) else 0
+    return int(size)
+
+
+def numel(tensor: torch.Tensor) -> int:
+    """Number of elements, symbolic sizes by their hints."""
+    count = 1
+    for size in tensor.shape:
+        count *= hint(size)
+    return count
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first to its last element: what its own storage must hold."""
+    if tensor.layout is not torch.strided:
+        return numel(tensor) * tensor.element_size()
+    if numel(tensor) == 0:
+        return 0
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (hint(size) - 1) * hint(stride)
+    return (last + 1) * tensor.element_size()
+
+
+def owned_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the storage that an operator allocates for a (fake) output.
+
+    More than its extent where the operator fills part of a larger allocation.
+    """
+    if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        return extent_bytes(tensor)
+    return hint(tensor.untyped_storage().nbytes())
+
+
+def storage_key(tensor: torch.Tensor) -> object:
+    """Equal for two fake tensors exactly when they share a storage."""
+    if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
+        return tensor.untyped_storage()._cdata
+    return id(tensor)

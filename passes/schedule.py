@@ -1,0 +1,507 @@
+"""What Inductor will hold: the program's peak as its own generated wrapper allocates it.
+
+FX-level planning knows the graph before Inductor touched it; post-grad rewrites, fusion, in-place
+reuse and layout copies then change what is live.  So the promise is not made from the plan: the
+emitted graphs are lowered by Inductor up to its Python wrapper, without compiling a kernel
+(`lower`), and the wrapper is then *run on fake tensors with empty kernels* (`run_wrapper`), while a
+`Ledger` counts every storage that it allocates until it dies.  The same replay is run on the
+wrapper of the finished compilation, so the final schedule is checked too, cached or not.
+
+What a library call takes and gives back inside is measured on the device (`workspaces`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrcompile.passes.errors import VerificationError
+from dtrcompile.passes.nodes import hint
+from dtrcompile.passes.torch_private import (
+    BoxedBool,
+    DebugContext,
+    FakeTensorMode,
+    GraphLowering,
+    InProcessFxCompile,
+    TracingContext,
+    get_input_idxs_to_check,
+    inductor_config,
+    select_decomp_table,
+)
+from dtrcompile.passes.workspaces import workspace_bytes
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """The Python wrapper that Inductor wrote for one graph, and the constants that it refers to."""
+
+    source: str
+    constants: Mapping[str, torch.Tensor]
+
+
+class _Lowered(BaseException):
+    """Thrown out of Inductor once the wrapper is written; not an error, so not wrapped as one."""
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        super().__init__()
+        self.wrapper = wrapper
+
+
+def lower(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    static_input_indices: Sequence[int],
+    is_backward: bool,
+    is_inference: bool,
+) -> Wrapper:
+    """Take a graph through Inductor up to its wrapper; ``gm`` is left as it is.
+
+    Runs under the configuration that is active, which must be the one of the real compilation.
+
+    Args:
+        example_inputs: fake tensors, one a placeholder.
+    """
+
+    def stop(graph: Any) -> Any:
+        code, _ = graph.codegen()
+        raise _Lowered(Wrapper(getattr(code, "value", code), dict(graph.constants)))
+
+    key = _lowering_key(
+        gm, example_inputs, (tuple(static_input_indices), is_backward, is_inference)
+    )
+    with _LOCK:
+        if key in _LOWERED:
+            _LOWERED.move_to_end(key)
+            return _LOWERED[key]
+    copy = fx.GraphModule(gm, _copied(gm.graph))
+    copy.meta = dict(gm.meta)
+    shape_env = getattr(gm, "shape_env", None)
+    copy.shape_env = shape_env  # type: ignore[assignment]
+    graph_kwargs: Any = {
+        "cudagraphs": BoxedBool(False),
+        "static_input_idxs": tuple(static_input_indices),
+        "is_backward": is_backward,
+        "graph_id": None,
+        "cpp_wrapper": False,
+        "fx_wrapper": False,
+        "is_inference": is_inference,
+        "boxed_forward_device_index": None,
+        "layout_opt": None,
+        "extern_node_serializer": None,
+        "get_decomp_fn": select_decomp_table,
+    }
+    inputs_to_check = get_input_idxs_to_check(example_inputs, static_input_indices)  # type: ignore[arg-type]
+    with (
+        torch.utils._python_dispatch._disable_current_modes(),
+        DebugContext(),
+        mock.patch.object(GraphLowering, "compile_to_module", stop),
+    ):
+        try:
+            InProcessFxCompile().codegen_and_compile(
+                copy,
+                example_inputs,  # type: ignore[arg-type]
+                inputs_to_check,
+                graph_kwargs,
+            )
+        except _Lowered as lowered:
+            with _LOCK:
+                _LOWERED[key] = lowered.wrapper
+                if len(_LOWERED) > _MOST_LOWERED:
+                    _LOWERED.popitem(last=False)
+            return lowered.wrapper
+    raise VerificationError(
+        "Inductor finished without writing a Python wrapper; cpp_wrapper and ahead-of-time"
+        " compilation cannot be checked. Pass options={'verify': False} to go without the check."
+    )
+
+
+# Wrappers by what they were made from: candidates of one plan often share a forward graph, and
+# recompilations share the default split's.
+_LOWERED: OrderedDict[str, Wrapper] = OrderedDict()
+_MOST_LOWERED = 64
+_LOCK = threading.Lock()
+
+
+def _lowering_key(gm: fx.GraphModule, example_inputs: Sequence[object], rest: object) -> str:
+    """Covers all that the wrapper depends on: graph, marks of the plan, inputs, configuration."""
+    digest = hashlib.sha256()
+    text = gm.print_readable(print_output=False, include_stride=True, include_device=True)
+    digest.update(text.encode())
+    for node in gm.graph.nodes:
+        marks = (node.meta.get("dtr_group"), node.meta.get("dtr_realize"))
+        digest.update(f"{marks}{node.meta.get('user_visible_output_idxs')}".encode())
+    for leaf in example_inputs:
+        if isinstance(leaf, torch.Tensor):
+            digest.update(f"{leaf.shape} {leaf.stride()} {leaf.dtype} {leaf.device}".encode())
+        else:
+            digest.update(f"{type(leaf)} {leaf}".encode())
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    donated = metadata.bw_donated_idxs if metadata is not None else None
+    digest.update(f"{rest} {donated}".encode())
+    digest.update(inductor_config.save_config())
+    return digest.hexdigest()
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    result = copied.graph_copy(graph, env)
+    (old,) = graph.find_nodes(op="output")
+    out = copied.output(result)
+    out.meta = dict(old.meta)
+    return copied
+
+
+# --- running a wrapper on fake tensors ------------------------------------------------------------
+
+
+_WRAPPER_FILE = "<inductor wrapper>"
+
+
+class _Kernel:
+    """Stands for whatever a wrapper compiles or launches: does nothing."""
+
+    def __call__(self, *_args: object, **_kwargs: object) -> _Kernel:
+        return self
+
+    def __getattr__(self, name: str) -> _Kernel:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A storage that a wrapper allocated; ``serial`` numbers them, ``label`` is the line."""
+
+    serial: int
+    storage: StorageWeakRef
+    size_bytes: int
+    label: str
+
+
+@dataclass
+class Ledger:
+    """Live bytes over a run of wrappers, one storage after another.
+
+    Attributes:
+        base_bytes: resident throughout, not allocated by the wrappers (parameters, inputs).
+        alignment_bytes: sizes are rounded up to a multiple (512 on CUDA).
+        events: (bytes live, label) after each allocation.
+        live: address -> what stands there; addresses are used again, serial numbers are not.
+        peak_bytes: largest so far.
+        peak_label: what was allocated then.
+        peak_live: what was live at the peak.
+    """
+
+    base_bytes: int = 0
+    alignment_bytes: int = 1
+    events: list[tuple[int, str]] = field(default_factory=list)
+    live: dict[int, Allocation] = field(default_factory=dict)
+    peak_bytes: int = 0
+    peak_label: str = ""
+    peak_live: tuple[Allocation, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.peak_bytes = self.base_bytes
+        self.live_bytes = 0
+        self.allocations = 0
+
+    def add_base(self, size_bytes: int) -> None:
+        """Something from outside becomes resident (tangents)."""
+        self.base_bytes += size_bytes
+        self._record("inputs")
+
+    def allocate(self, tensor: torch.Tensor, label: str) -> None:
+        """Count the tensor's storage, unless it is counted already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live and not self.live[key].storage.expired():
+            return
+        size_bytes = hint(storage.nbytes())
+        size_bytes += -size_bytes % self.alignment_bytes
+        for k in [k for k, a in self.live.items() if a.storage.expired()]:
+            self.live_bytes -= self.live.pop(k).size_bytes
+        self.allocations += 1
+        self.live[key] = Allocation(self.allocations, StorageWeakRef(storage), size_bytes, label)
+        self.live_bytes += size_bytes
+        self._record(label)
+
+    def use(self, size_bytes: int, label: str) -> None:
+        """Count bytes that are held only now."""
+        self.live_bytes += size_bytes
+        self._record(label)
+        self.live_bytes -= size_bytes
+
+    def serials(self, values: Sequence[object]) -> set[int]:
+        """Serial numbers of the allocations that ``values`` live in."""
+        return {self.live[k].serial for k in _keys(values) if k in self.live}
+
+    def _record(self, label: str) -> None:
+        total = self.base_bytes + self.live_bytes
+        self.events.append((total, label))
+        if total > self.peak_bytes:
+            self.peak_bytes, self.peak_label = total, label
+            self.peak_live = tuple(self.live.values())
+
+
+class _Counting(TorchDispatchMode):
+    """Tells the ledger about the storage of everything an operator returns."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ledger: Ledger, inputs: set[int], lines: Sequence[str]) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.inputs = inputs
+        self.lines = lines
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        workspace = workspace_bytes(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        for t in pytree.tree_leaves(result):
+            if not isinstance(t, torch.Tensor) or t.layout is not torch.strided:
+                continue
+            if t.untyped_storage()._cdata not in self.inputs:
+                self.ledger.allocate(t, self._line())
+        if workspace:
+            self.ledger.use(workspace, self._line())
+        return result
+
+    def _line(self) -> str:
+        """The line of the wrapper that is being run."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != _WRAPPER_FILE:
+            frame = frame.f_back
+        return "" if frame is None else self.lines[frame.f_lineno - 1].strip()
+
+
+def fake_inputs(mode: FakeTensorMode, placeholders: Sequence[fx.Node]) -> list[object]:
+    """Fresh fake inputs for a graph, symbolic sizes by their hints."""
+    inputs: list[object] = []
+    with mode:
+        for node in placeholders:
+            val = node.meta.get("val")
+            if isinstance(val, torch.Tensor):
+                inputs.append(
+                    torch.empty_strided(
+                        [hint(s) for s in val.shape],
+                        [hint(s) for s in val.stride()],
+                        dtype=val.dtype,
+                        device=val.device,
+                    )
+                )
+            elif isinstance(val, torch.SymInt):
+                inputs.append(hint(val))
+            else:
+                inputs.append(val)
+    return inputs
+
+
+def run_wrapper(
+    wrapper: Wrapper, inputs: list[object], ledger: Ledger, mode: FakeTensorMode
+) -> list[object]:
+    """Run a wrapper with empty kernels; its allocations go into ``ledger``.
+
+    Args:
+        inputs: fake tensors and numbers; the list is emptied, as Inductor's callers do, so that a
+            tensor that nobody else holds dies at its last use.
+
+    Returns:
+        What the graph returns.
+
+    Raises:
+        VerificationError: if the wrapper cannot be run this way.
+    """
+    start = "async_compile = AsyncCompile()"
+    if start not in wrapper.source:
+        raise VerificationError("Inductor's wrapper has an unknown form; cannot read its memory")
+    namespace: dict[str, Any] = {"__name__": "dtr_wrapper", "_dtr_kernel": _Kernel()}
+    source = wrapper.source.replace(start, "async_compile = _dtr_kernel")
+
+    def empty(device: str) -> Any:
+        def allocate(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+        return allocate
+
+    def reinterpret(t: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+        return torch.as_strided(t, size, stride, t.storage_offset() + offset)
+
+    # Inputs from outside stay with their callers; kept here so that no address is used again.
+    outside = [
+        t
+        for t in inputs
+        if isinstance(t, torch.Tensor)
+        and t.layout is torch.strided
+        and t.untyped_storage()._cdata not in ledger.live
+    ]
+    held = _keys(outside)
+    try:
+        with torch.no_grad():
+            exec(compile(source, _WRAPPER_FILE, "exec"), namespace)
+            namespace.update(wrapper.constants)
+            for name in ("empty_strided_cpu", "empty_strided_cpu_pinned"):
+                namespace[name] = empty("cpu")
+            for device in ("cuda", "xpu", "mtia"):
+                namespace[f"empty_strided_{device}"] = empty(device)
+            namespace["reinterpret_tensor"] = reinterpret
+            namespace["assert_size_stride"] = namespace["assert_alignment"] = _Kernel()
+            namespace["extern_kernels"] = _ExternKernels()
+            with mode, _Counting(ledger, held, source.splitlines()):
+                outputs = namespace["call"](inputs)
+    except Exception as error:
+        raise VerificationError(
+            f"Inductor's wrapper could not be replayed ({type(error).__name__}: {error})"
+        ) from error
+    del outside
+    return list(outputs)
+
+
+class _ExternKernels:
+    """Inductor's library calls: with ``out=`` nothing is allocated, else the operator's outputs."""
+
+    def __getattr__(self, name: str) -> Any:
+        from torch._inductor.select_algorithm import extern_kernels
+
+        real = getattr(extern_kernels, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if "out" in kwargs:
+                return kwargs["out"]
+            return real(*args, **kwargs)
+
+        return call
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a step holds under Inductor.
+
+    Attributes:
+        peak_bytes: the most at any moment of forward and backward.
+        peak_label: the allocation at the peak.
+        split: bytes at the peak by the report's categories.
+        forward_peak_bytes, backward_peak_bytes: of each phase.
+        saved_bytes: allocated by forward for backward, user outputs left out.
+    """
+
+    peak_bytes: int
+    peak_label: str
+    split: dict[str, int]
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that are there before the graphs run: the program's constants.
+
+    Attributes:
+        parameters, inputs: resident in forward and backward.
+        tangents: resident in backward.
+    """
+
+    parameters: int
+    inputs: int
+    tangents: int
+
+
+def replay_schedule(
+    forward: Wrapper,
+    backward: Callable[[Sequence[object]], Wrapper] | None,
+    *,
+    forward_placeholders: Sequence[fx.Node],
+    backward_placeholders: Sequence[fx.Node],
+    num_fwd_outputs: int,
+    resident: Resident,
+    alignment_bytes: int,
+) -> Schedule:
+    """Replay a training step's (or an inference pass's) wrappers and read the peak.
+
+    Saved tensors go from forward's outputs to backward's inputs as the partitioner's contract says:
+    forward returns tensors then symbols, backward takes symbols then tensors.
+
+    Args:
+        backward: gives the backward's wrapper, told what it receives from forward, in the order of
+            its inputs: the strides are those that Inductor chose.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    ledger = Ledger(
+        base_bytes=resident.parameters + resident.inputs, alignment_bytes=alignment_bytes
+    )
+    outputs = run_wrapper(forward, fake_inputs(mode, forward_placeholders), ledger, mode)
+    forward_peak_bytes = ledger.peak_bytes
+    user_outputs, saved = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
+    del outputs
+    are_outputs, are_saved = ledger.serials(user_outputs), ledger.serials(saved)
+    are_saved -= are_outputs
+    saved_bytes = sum(a.size_bytes for a in ledger.live.values() if a.serial in are_saved)
+    are_gradients: set[int] = set()
+    backward_peak_bytes = 0
+    in_forward_peak, forward_label = ledger.peak_live, ledger.peak_label
+    if backward is not None:
+        ledger.peak_bytes, ledger.peak_live = 0, ()
+        ledger.add_base(resident.tangents)
+        numbers = [v for v in saved if not isinstance(v, torch.Tensor)]
+        tensors = [v for v in saved if isinstance(v, torch.Tensor)]
+        from_forward = [*numbers, *tensors]
+        rest = fake_inputs(mode, backward_placeholders[len(from_forward) :])
+        wrapper = backward(from_forward)
+        inputs = [*from_forward, *rest]
+        del saved, tensors, from_forward, rest
+        gradients = run_wrapper(wrapper, inputs, ledger, mode)
+        are_gradients = ledger.serials(gradients)
+        backward_peak_bytes = ledger.peak_bytes
+    in_backward = backward_peak_bytes > forward_peak_bytes
+    live = ledger.peak_live if in_backward else in_forward_peak
+    split = {
+        "parameters": resident.parameters,
+        "inputs": resident.inputs + (resident.tangents if in_backward else 0),
+        "saved": 0,
+        "temporaries": 0,
+        "gradients": 0,
+        "outputs": 0,
+    }
+    for allocation in live:
+        if allocation.serial in are_outputs:
+            line = "outputs"
+        elif allocation.serial in are_saved:
+            line = "saved"
+        elif allocation.serial in are_gradients:
+            line = "gradients"
+        else:
+            line = "temporaries"
+        split[line] += allocation.size_bytes
+    return Schedule(
+        peak_bytes=max(forward_peak_bytes, backward_peak_bytes),
+        peak_label=ledger.peak_label if in_backward else forward_label,
+        split=split,
+        forward_peak_bytes=forward_peak_bytes,
+        backward_peak_bytes=backward_peak_bytes,
+        saved_bytes=saved_bytes,
+    )
+
+
+def _keys(values: Sequence[object]) -> set[int]:
+    return {
+        v.untyped_storage()._cdata
+        for v in values
+        if isinstance(v, torch.Tensor) and v.layout is torch.strided
+    }

@@ -1,0 +1,65 @@
+"""The only module that imports private torch API.  Checked on torch 2.11 to 2.13.
+
+Everything else in the project imports these names from here, so that a new torch release is one
+file to look at.
+"""
+
+# Names are grouped by what they are used for; most are used by exactly one module.
+# ruff: noqa: F401, I001  (this module exists to re-export, by use)
+
+from __future__ import annotations
+
+# --- capture and emission ---------------------------------------------------------------------
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
+)
+from torch._functorch._aot_autograd.graph_compile import collect_fw_donated_buffer_idxs
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
+from torch.fx.experimental.symbolic_shapes import (
+    find_symbol_binding_fx_nodes,
+    free_symbols,
+    is_symbol_binding_fx_node,
+)
+
+# --- measuring costs --------------------------------------------------------------------------
+from torch.utils._python_dispatch import _disable_current_modes as disable_modes
+
+# --- Inductor: lowering, scheduling, compilation ------------------------------------------------
+from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.choices import InductorChoices
+from torch._inductor.compile_fx import (
+    _InProcessFxCompile as InProcessFxCompile,
+)
+from torch._inductor.compile_fx import (
+    _recursive_joint_graph_passes as joint_graph_passes,
+)
+from torch._inductor.compile_fx import (
+    compile_fx,
+    compile_fx_inner,
+    get_input_idxs_to_check,
+    get_static_input_idxs,
+    select_decomp_table,
+)
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor import pattern_matcher
+from torch._inductor.pattern_matcher import is_match
+from torch._inductor.codegen.wrapper import AllocateLine
+from torch._inductor.ir import NHWC_STRIDE_ORDER, ExternKernel, TensorBox
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.utils import BoxedBool, count_tangents
+from torch._inductor.virtualized import V
+
+# --- the backend --------------------------------------------------------------------------------
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import detect_fake_mode
+from torch._functorch import config as functorch_config

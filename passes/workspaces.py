@@ -1,0 +1,144 @@
+"""Memory that a library call takes and gives back inside: measured once for each distinct call.
+
+oneDNN's reordered copies, cuDNN's scratch space and sort buffers are in no graph.  A call's
+workspace is what its allocator peak exceeds inputs and outputs by; it depends on the library, the
+shapes and the layouts, so it is measured on the device with inputs of that form, and remembered for
+the life of the process.  Calls of other libraries than torch's own, and calls that draw random
+numbers, are not run; they count as having none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+
+from dtrcompile.passes.nodes import extent_bytes
+from dtrcompile.passes.torch_private import OpOverload, disable_modes
+
+log = logging.getLogger("dtrcompile.workspaces")
+
+_CACHE: dict[object, int] = {}
+_LOCK = threading.Lock()
+
+# These allocate exactly what they return.
+_EXACT = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_strided",
+        "aten::as_strided",
+        "aten::full",
+        "aten::zeros",
+        "aten::detach",
+        "aten::alias",
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+    }
+)
+
+
+def workspace_bytes(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+    """Bytes that ``func`` holds only while it runs on (fake) arguments of this form."""
+    if not isinstance(func, OpOverload) or not _is_measurable(func):
+        return 0
+    signature = (
+        str(func),
+        pytree.tree_map(_form, (tuple(args), tuple(sorted(kwargs.items())))),
+    )
+    key = repr(signature)
+    with _LOCK:
+        if key not in _CACHE:
+            _CACHE[key] = _measure(func, args, kwargs)
+        return _CACHE[key]
+
+
+def _is_measurable(func: OpOverload) -> bool:
+    if func.namespace != "aten" or func._schema.name in _EXACT:
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.pointwise in func.tags:
+        return False
+    is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
+    return not is_view
+
+
+def _form(leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.stride(), str(leaf.dtype), str(leaf.device))
+    return leaf
+
+
+def _real(leaf: object) -> object:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    # Zeros are valid indices; what is computed does not matter.
+    storage = torch.zeros(
+        max(extent_bytes(leaf), 1), dtype=torch.uint8, device=leaf.device
+    ).untyped_storage()
+    tensor = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+    return tensor.set_(storage, 0, leaf.shape, leaf.stride())
+
+
+def _measure(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+    # A profile that the user is taking cannot be interrupted by ours.
+    if torch.autograd.profiler._is_profiler_enabled:
+        return _bound(args)
+    with disable_modes(), torch.no_grad():
+        try:
+            real_args, real_kwargs = pytree.tree_map(_real, (tuple(args), dict(kwargs)))
+
+            def call() -> Any:
+                return func(*real_args, **real_kwargs)
+
+            call()  # the first call may set up what later ones reuse
+            devices = {leaf.device for leaf in pytree.tree_leaves(args) if _is_tensor(leaf)}
+            if any(device.type == "cuda" for device in devices):
+                size_bytes = _cuda_extra(call)
+            else:
+                size_bytes = _cpu_extra(call)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+            size_bytes = _bound(args)
+            log.warning("workspace of %s not measured (%s); assuming %d", func, error, size_bytes)
+    log.debug("workspace of %s: %d bytes", func, size_bytes)
+    return size_bytes
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _bound(args: Sequence[object]) -> int:
+    """A copy of every argument: what a library that reorders all of them would need."""
+    return sum(extent_bytes(t) for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+
+
+def _cpu_extra(call: Callable[[], Any]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        result = call()
+    del result
+    live = peak = retained = 0
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    # The result is freed outside the profile, so what is live at its end is the result.
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+        retained = live
+    return max(0, peak - retained)
+
+
+def _cuda_extra(call: Callable[[], Any]) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    del result
+    assert before >= 0
+    return max(0, stats["requested_bytes.all.peak"] - stats["requested_bytes.all.current"])
