@@ -1,0 +1,413 @@
+"""The entry point: ``torch.compile(model, backend="dtr", options={"budget": "8GiB"})``."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtrcompile.options import Options
+from dtrcompile.passes.capture import Captured, capture, output_arguments
+from dtrcompile.passes.costs import make_cost_model
+from dtrcompile.passes.errors import OptionError, VerificationError, format_bytes
+from dtrcompile.passes.executor import EagerExecutor
+from dtrcompile.passes.inductor import (
+    InductorModel,
+    device_of,
+    is_planned,
+    planned_config,
+    schedule_of,
+)
+from dtrcompile.passes.pipeline import MemoryModel, Outcome, RefereeModel, constant_bytes, fit
+from dtrcompile.passes.plan import Boundary
+from dtrcompile.passes.planners import make_planner
+from dtrcompile.passes.program import StorageKind
+from dtrcompile.passes.schedule import Wrapper
+from dtrcompile.passes.torch_private import (
+    CompiledFxGraph,
+    CustomPartitionerFn,
+    FakeTensorMode,
+    TracingContext,
+    V,
+    aot_autograd,
+    compile_fx,
+    compile_fx_inner,
+    detect_fake_mode,
+    functorch_config,
+    inductor_config,
+    joint_graph_passes,
+    list_mode_options,
+    min_cut_rematerialization_partition,
+    select_decomp_table,
+)
+from dtrcompile.report import CompileReport, add_report, next_graph_index
+from dtrcompile.source_hash import package_hash
+
+log = logging.getLogger("dtrcompile")
+
+
+def dtr(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph so that a step stays within a byte budget.
+
+    Args:
+        gm: the graph; owned by this function from here on.
+        example_inputs: its inputs.
+        options: see `dtrcompile.options.Options`.
+        mode: Inductor's, as ``options={"inductor": {"mode": ...}}``.
+
+    Raises:
+        OptionError: for an unknown or unusable option.
+        InfeasibleBudgetError: if no plan stays within the budget; names the smallest that does.
+    """
+    if mode is not None and (options is None or isinstance(options, Mapping)):
+        inductor = (options or {}).get("inductor") or {}
+        options = {**(options or {}), "inductor": {"mode": mode, **inductor}}
+    parsed = Options.parse(options)
+    if parsed.compiler == "eager":
+        return _compile_eager(gm, example_inputs, parsed)
+    return _compile_inductor(gm, example_inputs, parsed)
+
+
+# --- planning, the same for both compilers ------------------------------------------------------
+
+
+@dataclass
+class _Session:
+    """What one call of `dtr` knows, from the partitioner to the last graph compiled."""
+
+    options: Options
+    captured: Captured | None = None
+    outcome: Outcome | None = None
+    graphs: list[fx.GraphModule] = field(default_factory=list)
+    wrappers: list[Wrapper] = field(default_factory=list)
+
+
+_SESSION: ContextVar[_Session | None] = ContextVar("dtrcompile_session", default=None)
+
+
+def _plan(
+    session: _Session,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule | None,
+    *,
+    num_fwd_outputs: int,
+    static_input_indices: Iterable[int],
+) -> Outcome:
+    """Capture, plan, emit and report."""
+    options = session.options
+    start = time.perf_counter()
+    static = tuple(static_input_indices)
+    device = _device(forward)
+    captured = capture(
+        forward,
+        backward,
+        num_fwd_outputs=num_fwd_outputs,
+        static_input_indices=static,
+        cost_model=make_cost_model(options.cost_model, device),
+    )
+    capture_s = time.perf_counter() - start
+    planner = make_planner(
+        options.planner, **({} if options.heuristic is None else {"heuristic": options.heuristic})
+    )
+    is_inductor = options.compiler == "inductor"
+    model: MemoryModel = InductorModel(static) if is_inductor else RefereeModel()
+    available = _available_bytes(captured)
+    outcome = fit(
+        captured,
+        planner,
+        lambda baseline_bytes: options.resolve_budget_bytes(baseline_bytes, available),
+        model,
+        always_emit=not is_inductor,
+    )
+    session.captured, session.outcome = captured, outcome
+    _report(session, device, capture_s)
+    return outcome
+
+
+def _device(gm: fx.GraphModule) -> torch.device:
+    for node in gm.graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and val.device.type not in ("cpu", "meta"):
+            return torch.device(val.device)
+    return torch.device("cpu")
+
+
+def _available_bytes(captured: Captured) -> int | None:
+    """What ``"auto"`` may take: free memory, this process's cache, and what the graphs hold."""
+    device = device_of(captured)
+    if device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    totals = constant_bytes(captured.program)
+    held_bytes = totals[StorageKind.PARAMETER] + totals[StorageKind.INPUT]
+    return int(free_bytes + cached_bytes + held_bytes)
+
+
+def _report(session: _Session, device: torch.device, capture_s: float) -> None:
+    captured, outcome, options = session.captured, session.outcome, session.options
+    assert captured is not None and outcome is not None
+    chosen = outcome.chosen
+    plan, _, stats = outcome.baseline
+    measured = outcome.baseline_measured
+    if chosen is not None:
+        plan, stats, measured = chosen.plan, chosen.stats, chosen.measured
+    add_report(
+        CompileReport(
+            graph=next_graph_index(),
+            kind="inference" if captured.backward is None else "training",
+            compiler=options.compiler,
+            device=str(device),
+            budget=str(options.budget),
+            budget_bytes=outcome.budget_bytes,
+            baseline_peak_bytes=outcome.baseline_measured.peak_bytes,
+            promised_peak_bytes=measured.peak_bytes,
+            planned_peak_bytes=stats.peak_bytes,
+            promised_split=measured.split,
+            saved_bytes=measured.saved_bytes,
+            overhead=stats.overhead,
+            operators=len(captured.program.operators),
+            recomputed={captured.program.operators[o].name: n for o, n in stats.recomputed.items()},
+            planner=plan.planner,
+            planning_s=capture_s + outcome.planning_s,
+            lowering_s=outcome.lowering_s,
+        )
+    )
+
+
+# --- Inductor -----------------------------------------------------------------------------------
+
+
+class DTRPartitioner(CustomPartitionerFn):
+    """The hook: Inductor's joint graph in, forward and backward graphs out.
+
+    Stateless and picklable, because Inductor makes it part of its cache keys.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Split ``gm`` by default, then replace the split by a plan's graphs if need be."""
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        session = _SESSION.get() or _Session(self.options)
+        outcome = _plan(
+            session,
+            forward,
+            backward,
+            num_fwd_outputs=kwargs["num_fwd_outputs"],
+            static_input_indices=kwargs.get("static_lifetime_input_indices") or (),
+        )
+        if outcome.chosen is None:
+            return forward, backward
+        emitted = outcome.chosen.emitted
+        assert emitted.backward is not None
+        return emitted.forward, emitted.backward
+
+    def uuid(self) -> object:
+        """Covers the package's source, every option and the devices there are."""
+        devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return (package_hash(), self.options.cache_key(), tuple(devices))
+
+
+def _compile_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> Callable[..., Any]:
+    session = _Session(options)
+    patches = _inductor_patches(options)
+    patches["custom_partitioner_fn"] = DTRPartitioner(options)
+    token = _SESSION.set(session)
+    try:
+        # AOTAutograd's own cache would skip the partitioner, and with it the plan and its report;
+        # Inductor's code cache stays on.
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(  # type: ignore[no-any-return]
+                gm,
+                example_inputs,
+                inner_compile=functools.partial(_inner_compile, session),
+                config_patches=patches,
+            )
+    finally:
+        _SESSION.reset(token)
+
+
+def _inductor_patches(options: Options) -> dict[str, Any]:
+    patches: dict[str, Any] = {}
+    if options.inductor_mode is not None:
+        patches.update(list_mode_options(options.inductor_mode))
+    patches.update(options.inductor_patches)
+    known = inductor_config.get_config_copy()
+    for name in patches:
+        if name.replace("-", "_") not in known:
+            raise OptionError.unknown("Inductor setting", name, known)
+    return {name.replace("-", "_"): value for name, value in patches.items()}
+
+
+def _inner_compile(
+    session: _Session, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+) -> Any:
+    """Stands in for Inductor's ``compile_fx_inner``: plans inference graphs, keeps plans' order."""
+    if kwargs.get("is_inference", False):
+        gm = _plan_inference(session, gm)
+    if is_planned(gm):
+        with planned_config():
+            compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+    else:
+        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+    if session.options.verify and isinstance(compiled, CompiledFxGraph):
+        _check_final(session, gm, compiled, is_backward=bool(kwargs.get("is_backward", False)))
+    return compiled
+
+
+def _plan_inference(session: _Session, gm: fx.GraphModule) -> fx.GraphModule:
+    context = TracingContext.try_get()
+    static: Sequence[int] = ()
+    if context is not None and context.fw_metadata is not None:
+        static = context.fw_metadata.static_input_indices or ()
+    outcome = _plan(
+        session,
+        gm,
+        None,
+        num_fwd_outputs=len(output_arguments(gm)),
+        static_input_indices=static,
+    )
+    return gm if outcome.chosen is None else outcome.chosen.emitted.forward
+
+
+def _check_final(
+    session: _Session, gm: fx.GraphModule, compiled: CompiledFxGraph, *, is_backward: bool
+) -> None:
+    """Replay what was really compiled, cached or not, and hold it to the promise.
+
+    Raises:
+        VerificationError: if the final schedule holds more than the budget.
+    """
+    captured, outcome = session.captured, session.outcome
+    if captured is None or outcome is None:
+        return
+    wrapper = Wrapper(compiled.source_code, dict(compiled.constants or {}))
+    if is_backward:
+        if len(session.wrappers) != 1:
+            return  # a backward whose forward was a no-op, or compiled in another session
+    else:
+        session.wrappers.clear()
+        session.graphs.clear()
+    session.wrappers.append(wrapper)
+    session.graphs.append(gm)
+    if captured.backward is not None and not is_backward:
+        return
+    schedule = schedule_of(
+        captured,
+        session.graphs,
+        session.wrappers[0],
+        (lambda _: session.wrappers[1]) if is_backward else None,
+    )
+    promised = (outcome.chosen.measured if outcome.chosen else outcome.baseline_measured).peak_bytes
+    budget_bytes = outcome.budget_bytes
+    allowed = promised if budget_bytes is None else max(budget_bytes, promised)
+    log.debug(
+        "final schedule %s, promised %s", format_bytes(schedule.peak_bytes), format_bytes(promised)
+    )
+    if schedule.peak_bytes > allowed:
+        raise VerificationError(
+            f"Inductor's final schedule holds {schedule.peak_bytes} bytes at"
+            f" {schedule.peak_label!r}, more than the {allowed} promised. Lower the budget by"
+            f" {schedule.peak_bytes - allowed} bytes, or pass options={{'verify': False}} to accept"
+            " the overrun; and please report the model."
+        )
+
+
+# --- the eager executor ---------------------------------------------------------------------------
+
+
+def _compile_eager(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> Callable[..., Any]:
+    session = _Session(options)
+
+    def partition(
+        joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint = joint_graph_passes(joint)
+        forward, backward = min_cut_rematerialization_partition(
+            joint, joint_inputs, compiler="inductor", **kwargs
+        )
+        outcome = _plan(
+            session,
+            forward,
+            backward,
+            num_fwd_outputs=kwargs["num_fwd_outputs"],
+            static_input_indices=kwargs.get("static_lifetime_input_indices") or (),
+        )
+        assert outcome.chosen is not None
+        emitted = outcome.chosen.emitted
+        assert emitted.backward is not None
+        return emitted.forward, emitted.backward
+
+    def compile_phase(phase: str, module: fx.GraphModule, _inputs: Sequence[Any]) -> Any:
+        return _executor(session, module, phase)
+
+    def compile_inference(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        module = joint_graph_passes(module)
+        return compile_phase("inference", _plan_inference(session, module), inputs)
+
+    fake_mode = detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
+    with (
+        V.set_fake_mode(fake_mode),
+        inductor_config.patch(_inductor_patches(options)),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        return aot_autograd(  # type: ignore[no-any-return]
+            fw_compiler=functools.partial(compile_phase, "forward"),
+            bw_compiler=functools.partial(compile_phase, "backward"),
+            inference_compiler=compile_inference,
+            decompositions=select_decomp_table(),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+
+def _executor(session: _Session, module: fx.GraphModule, phase: str) -> EagerExecutor:
+    captured, outcome = session.captured, session.outcome
+    assert captured is not None and outcome is not None and outcome.chosen is not None
+    program, candidate = captured.program, outcome.chosen
+    constants = {
+        s.id
+        for s in program.storages
+        if s.is_constant and (phase == "backward" or s.kind is not StorageKind.TANGENT)
+    }
+    here = {
+        n.meta["dtr_storage"]
+        for n in module.graph.nodes
+        if n.op in ("placeholder", "get_attr") and "dtr_storage" in n.meta
+    }
+    elsewhere = constants - here
+    if phase == "backward":
+        elsewhere |= program.held_from_boundary - here
+    # The executor has no workspaces to count; the referee's entry less the operator's.
+    steps = candidate.plan.steps
+    predicted = dict(enumerate(candidate.timeline.during_bytes))
+    boundary = next((i for i, s in enumerate(steps) if isinstance(s, Boundary)), len(steps))
+    is_backward = phase == "backward"
+    return EagerExecutor(
+        module,
+        phase=phase,
+        predicted_bytes={i: b for i, b in predicted.items() if (i > boundary) == is_backward},
+        elsewhere_bytes=sum(program.storages[s].size_bytes for s in elsewhere),
+        constants=frozenset(constants),
+    )

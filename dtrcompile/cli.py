@@ -1,0 +1,219 @@
+"""The command line: ``dtrcompile`` or ``python -m dtrcompile``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import dtrcompile
+from dtrcompile.options import Budget, Options
+from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, OptionError, format_bytes
+
+if TYPE_CHECKING:
+    from dtrcompile.passes.plan import Plan
+    from dtrcompile.passes.program import Program
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Returns:
+        The exit status: 0, 1 after an error of `DTRError`'s family (its message goes to stderr,
+        without a traceback), 2 for a wrong command line.
+    """
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except DTRError as error:
+        print(f"dtrcompile: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader of a pipe went away; the interpreter must not try to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"dtrcompile: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("dtrcompile: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dtrcompile", description="Train within a byte budget, with torch.compile."
+    )
+    parser.add_argument("--version", action="version", version=dtrcompile.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="versions and devices, for a bug report")
+    info.set_defaults(run=_info)
+
+    demo = commands.add_parser(
+        "demo", help="train a small GPT without a budget, at 40%% and at the minimum"
+    )
+    demo.add_argument("--steps", type=_positive, default=None, help="steps a run (default: 10)")
+    demo.add_argument(
+        "--budget",
+        action="append",
+        metavar="BUDGET",
+        help="a budget to train at; may be repeated (default: 40%% and min)",
+    )
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--small", action="store_true", help="a tiny model, for a smoke test")
+    demo.add_argument("--output", type=Path, default=Path("demo-output"), metavar="FOLDER")
+    demo.set_defaults(run=_demo)
+
+    plan = commands.add_parser("plan", help="plan a program file within a budget")
+    plan.add_argument("program", type=Path, help="a program file")
+    plan.add_argument("--budget", required=True, help="such as 8GiB, 40%% or min")
+    plan.add_argument("--planner", default="auto")
+    plan.add_argument("--heuristic", default=None)
+    plan.add_argument("-o", "--output", type=Path, help="write the plan to this file")
+    plan.set_defaults(run=_plan)
+
+    replay = commands.add_parser("replay", help="check a plan file and say what it needs")
+    replay.add_argument("program", type=Path, help="a program file")
+    replay.add_argument("plan", type=Path, help="a plan file")
+    replay.add_argument("--steps", action="store_true", help="print the bytes at every step")
+    replay.set_defaults(run=_replay)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def _info(_: argparse.Namespace) -> None:
+    print(f"dtrcompile {dtrcompile.__version__}")
+    print(f"python {platform.python_version()} on {platform.platform()}")
+    for name in ("numpy", "torch"):
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name} is not installed")
+    try:
+        import torch
+    except ImportError:
+        return
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            print(f"cuda:{index} {properties.name}, {format_bytes(properties.total_memory)}")
+    else:
+        print(f"no CUDA device; {torch.get_num_threads()} CPU threads")
+
+
+def _demo(parsed: argparse.Namespace) -> None:
+    # Before torch is loaded: its profiler announces itself on stderr otherwise.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        from dtrcompile.demo.run import DemoSettings, run_demo
+    except ImportError as error:
+        raise DTRError(
+            f"the demo needs the module {error.name!r}. Install it with:"
+            " pip install 'dtrcompile[demo]'"
+        ) from error
+    usual = DemoSettings()
+    budgets = tuple(parsed.budget or usual.budgets)
+    for budget in budgets:
+        Budget.parse(budget, what="--budget")
+    settings = DemoSettings(
+        budgets=budgets,
+        steps=parsed.steps or usual.steps,
+        seed=parsed.seed,
+        output=parsed.output,
+    )
+    run_demo(settings.small() if parsed.small else settings)
+
+
+def _plan(parsed: argparse.Namespace) -> None:
+    from dtrcompile.passes.planners import infeasible, make_planner, minimum_plan
+    from dtrcompile.passes.planners.base import keep_all
+    from dtrcompile.passes.replay import replay
+
+    options = {"budget": parsed.budget, "planner": parsed.planner, "heuristic": parsed.heuristic}
+    checked = Options.parse(options)
+    program = _read_program(parsed.program)
+    _, baseline = replay(program, keep_all(program))
+    try:
+        budget_bytes = checked.resolve_budget_bytes(baseline.peak_bytes)
+    except OptionError as error:
+        raise OptionError(
+            "--budget auto needs a device; give an amount, such as 8GiB, 40% or min."
+        ) from error
+    arguments = {} if checked.heuristic is None else {"heuristic": checked.heuristic}
+    planner = make_planner(checked.planner, **arguments)
+    if budget_bytes is None:
+        plan = minimum_plan(program, planner)
+    else:
+        try:
+            plan = planner.plan(program, budget_bytes)
+        except InfeasibleBudgetError as error:
+            raise infeasible(program, budget_bytes, planner) from error
+    if parsed.output is None:
+        print(plan.to_text(), end="")
+        _print_stats(program, plan, file=sys.stderr)
+    else:
+        parsed.output.write_text(plan.to_text(), encoding="utf-8")
+        _print_stats(program, plan, file=sys.stdout)
+
+
+def _replay(parsed: argparse.Namespace) -> None:
+    from dtrcompile.passes.plan import Plan
+    from dtrcompile.passes.replay import replay
+
+    program = _read_program(parsed.program)
+    plan = Plan.from_text(_read_text(parsed.plan))
+    if parsed.steps:
+        timeline, _ = replay(program, plan)
+        rows = zip(plan.steps, timeline.during_bytes, timeline.after_bytes, strict=True)
+        for index, (step, during, after) in enumerate(rows):
+            print(f"{index:>7} {during:>15} {after:>15}  {step}")
+    _print_stats(program, plan, file=sys.stdout)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DTRError(f"{path} is not a text file: {error}.") from error
+
+
+def _read_program(path: Path) -> Program:
+    from dtrcompile.passes.program_io import from_json
+
+    return from_json(_read_text(path))
+
+
+def _print_stats(program: Program, plan: Plan, *, file: TextIO) -> None:
+    from dtrcompile.passes.planners.base import keep_all
+    from dtrcompile.passes.replay import replay
+
+    _, baseline = replay(program, keep_all(program))
+    _, stats = replay(program, plan)
+    share = stats.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 1.0
+    rows = [
+        ("planner", plan.planner),
+        ("operators", str(len(program.operators))),
+        ("baseline peak", f"{baseline.peak_bytes} bytes ({format_bytes(baseline.peak_bytes)})"),
+        (
+            "planned peak",
+            f"{stats.peak_bytes} bytes ({format_bytes(stats.peak_bytes)}), {share:.1%} of the"
+            f" baseline, at {stats.peak_operator or 'the start'}",
+        ),
+        ("overhead", f"{stats.overhead:.3f} x the baseline's compute"),
+        ("extra runs", f"{stats.recomputed_operators} of {len(stats.recomputed)} operators"),
+    ]
+    for name, text in rows:
+        print(f"{name + ':':<15} {text}", file=file)

@@ -1,0 +1,175 @@
+"""What was done to each graph: `reports` gives one `CompileReport` a compiled graph.
+
+The report is also logged to the logger ``dtrcompile`` at level INFO, which
+``TORCH_LOGS="dtrcompile"`` shows (``"+dtrcompile"``: DEBUG and above).  No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from dtrcompile.passes.errors import format_bytes
+
+logger = logging.getLogger("dtrcompile")
+
+# A process that recompiles for ever must not grow for ever.
+MOST_REPORTS = 1000
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CompileReport:
+    """One compiled graph.  All peaks count what ``docs/memory-model.md`` says.
+
+    Attributes:
+        graph: index of the graph in this process, in order of compilation.
+        kind: ``"training"`` (forward and backward) or ``"inference"``.
+        compiler: ``"inductor"`` or ``"eager"``.
+        device: the device planned for, such as ``"cpu"`` or ``"cuda:0"``.
+        budget: as the user gave it.
+        budget_bytes: what it came to, less the reserve; None for ``"min"``.
+        baseline_peak_bytes: the peak without a budget.
+        promised_peak_bytes: what the compiled code holds at most.
+        planned_peak_bytes: the referee's peak of the plan, before what the compiler made of it.
+        promised_split: bytes at the promised peak by what they are: parameters, inputs, saved,
+            temporaries, gradients, outputs.
+        saved_bytes: held between forward and backward.
+        overhead: planned cost / baseline cost; 1.0 means that nothing is computed twice.
+        operators: how many the program has.
+        recomputed: operator name -> extra runs.
+        planner: what made the plan.
+        planning_s: seconds spent on planning.
+        lowering_s: seconds spent on looking at the compiler's schedule for the plan.
+        notes: what else the user should know.
+    """
+
+    graph: int
+    kind: str
+    compiler: str
+    device: str
+    budget: str
+    budget_bytes: int | None
+    baseline_peak_bytes: int
+    promised_peak_bytes: int
+    planned_peak_bytes: int
+    promised_split: Mapping[str, int] = field(default_factory=dict)
+    saved_bytes: int = 0
+    overhead: float = 1.0
+    operators: int = 0
+    recomputed: Mapping[str, int] = field(default_factory=dict)
+    planner: str = ""
+    planning_s: float = 0.0
+    lowering_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def recomputed_runs(self) -> int:
+        """Extra runs in all."""
+        return sum(self.recomputed.values())
+
+    def to_json(self) -> str:
+        """One JSON object, one key a field."""
+        fields = asdict(self)
+        fields["promised_split"] = dict(self.promised_split)
+        fields["recomputed"] = dict(self.recomputed)
+        return json.dumps(fields)
+
+    def __str__(self) -> str:
+        rows = [
+            ("budget", self._budget_text()),
+            ("baseline peak", format_bytes(self.baseline_peak_bytes)),
+            ("promised peak", self._share_text(self.promised_peak_bytes)),
+        ]
+        rows += [
+            (f"  {name}", format_bytes(size_bytes))
+            for name, size_bytes in self.promised_split.items()
+            if size_bytes
+        ]
+        rows += [
+            ("planned peak", self._share_text(self.planned_peak_bytes)),
+            ("saved for backward", format_bytes(self.saved_bytes)),
+            ("overhead", f"{self.overhead:.3f} x the baseline's compute"),
+            ("recomputed", self._recomputed_text()),
+            ("planner", f"{self.planner or '-'}, {self.planning_s:.2f} s"),
+        ]
+        if self.lowering_s:
+            rows.append(("schedule check", f"{self.lowering_s:.2f} s"))
+        rows += [("note", note) for note in self.notes]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"dtrcompile graph {self.graph}: {self.kind}, {self.compiler}, {self.device}"]
+        lines += [f"  {name:<{width}}  {text}" for name, text in rows]
+        return "\n".join(lines)
+
+    def _budget_text(self) -> str:
+        if self.budget_bytes is None:
+            return self.budget
+        size = f"{format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes)"
+        return f"{self.budget} = {size}"
+
+    def _share_text(self, size_bytes: int) -> str:
+        text = format_bytes(size_bytes)
+        if self.baseline_peak_bytes:
+            text += f" ({size_bytes / self.baseline_peak_bytes:.1%} of the baseline)"
+        return text
+
+    def _recomputed_text(self) -> str:
+        if not self.recomputed:
+            return f"none of {self.operators} operators"
+        most = sorted(self.recomputed.items(), key=lambda item: (-item[1], item[0]))
+        names = ", ".join(
+            f"{name} x{runs}" if runs > 1 else name for name, runs in most[:_MOST_NAMES]
+        )
+        more = f", and {len(most) - _MOST_NAMES} more" if len(most) > _MOST_NAMES else ""
+        return (
+            f"{len(self.recomputed)} of {self.operators} operators, {self.recomputed_runs}"
+            f" extra runs: {names}{more}"
+        )
+
+
+class _Store:
+    """The reports of this process; graphs may compile in several threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.reports: deque[CompileReport] = deque(maxlen=MOST_REPORTS)
+        self.next_graph = 0
+
+
+_store = _Store()
+
+
+def reports() -> tuple[CompileReport, ...]:
+    """The reports of the graphs compiled so far, oldest first.
+
+    A graph is compiled when the model first runs, or at its first call that needs a gradient.  Of
+    more than `MOST_REPORTS` graphs, the last are kept.
+    """
+    with _store.lock:
+        return tuple(_store.reports)
+
+
+def clear_reports() -> None:
+    """Forget all reports, and count graphs from 0 again."""
+    with _store.lock:
+        _store.reports.clear()
+        _store.next_graph = 0
+
+
+def next_graph_index() -> int:
+    """A number for the next graph; each call gives another."""
+    with _store.lock:
+        index = _store.next_graph
+        _store.next_graph += 1
+        return index
+
+
+def add_report(report: CompileReport) -> None:
+    """Keep ``report`` for `reports`, and log it."""
+    with _store.lock:
+        _store.reports.append(report)
+    logger.info("%s", report)
