@@ -1,0 +1,72 @@
+"""Every operator of PyTorch's test database, forward and backward, at the smallest budget.
+
+All operators run in the default test run; the environment variable ``DTRCOMPILE_OP_DB`` runs a
+share of them (``2/5``: the second fifth).  ``bench/op_db.py`` prints a summary.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+
+from tests.differential import op_db
+
+# Operators that plain ``aot_eager`` does not run either, and why: Dynamo compiles no graph.
+NOT_COMPILED = {
+    "sparse.sampled_addmm": "Dynamo does not trace sparse inputs",
+    "sparse.mm.reduce": "Dynamo does not trace sparse inputs",
+}
+
+# Operators that run, but outside of the graph, which Dynamo breaks there whatever the backend.
+BREAKS_THE_GRAPH = {
+    "combinations": "the output's shape depends on the data",
+    "corrcoef": "checks its input's values",
+    "cov": "checks its input's values",
+    "masked_select": "the output's shape depends on the data",
+    "tensor_split": "reads the indices from a tensor",
+    "to_sparse": "the output is sparse",
+    "nn.functional.ctc_loss": "the output's shape depends on the data",
+    "nn.functional.gaussian_nll_loss": "checks its input's values",
+    "linalg.lstsq": "the output's shape depends on the data",
+    "linalg.lstsq.grad_oriented": "the output's shape depends on the data",
+}
+
+# (rtol, atol) where Inductor's decompositions round differently from eager PyTorch.
+LOOSER: dict[str, tuple[float, float]] = {}
+
+# The operators of the database and their samples warn of what they are: deprecated, ambiguous.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+def selected_operators() -> list[str]:
+    names = list(op_db.operators())
+    index, count = map(int, os.environ.get("DTRCOMPILE_OP_DB", "1/1").split("/"))
+    return names[index - 1 :: count]
+
+
+@pytest.mark.parametrize("name", [n for n in selected_operators() if n not in NOT_COMPILED])
+def test_the_smallest_budget_agrees_with_eager_pytorch(name: str) -> None:
+    rtol, atol = LOOSER.get(name, (1e-4, 1e-4))
+    outcome = op_db.check(name, rtol=rtol, atol=atol)
+    assert (outcome.breaks > 0) == (name in BREAKS_THE_GRAPH)
+
+
+@pytest.mark.parametrize("name", NOT_COMPILED)
+def test_the_operators_that_are_left_out_are_not_compiled_by_aot_eager(name: str) -> None:
+    compiled: list[torch.fx.GraphModule] = []
+
+    def counting_aot_eager(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(gm)
+        return lookup_backend("aot_eager")(gm, inputs)
+
+    case = op_db.make_case(name)
+    op_db.run(torch.compile(op_db.make_step(case), backend=counting_aot_eager), case)
+    assert not compiled
+
+
+def test_the_lists_name_operators_of_the_database() -> None:
+    assert {*NOT_COMPILED, *BREAKS_THE_GRAPH, *LOOSER} <= op_db.operators().keys()

@@ -1,0 +1,300 @@
+"""What the tests that go through ``torch.compile`` share: compiling, comparing, unwrapping errors.
+
+A *scenario* is a training script in small: a function that is given ``compile`` (which wraps a
+module or a function), trains with it, and returns everything that a user could observe: outputs,
+gradients, buffers, mutated inputs.  Running one scenario with several values of ``compile`` and
+comparing what was observed is how most of these tests work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import dtrcompile
+from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError
+
+Compile = Callable[[Any], Any]
+Observed = dict[str, Any]
+Scenario = Callable[[Compile], Observed]
+
+SEED = 20211
+UNBUDGETED = 1.0
+
+
+def compile_dtr(
+    target: Any,
+    budget: object = "min",
+    *,
+    compiler: str = "eager",
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **options: object,
+) -> Any:
+    """``torch.compile(target, backend="dtr")``, without an installed entry point."""
+    # Imported late: a test that only needs the other helpers then runs without a backend.
+    from dtrcompile.backend import dtr
+
+    return torch.compile(
+        target,
+        backend=dtr,
+        dynamic=dynamic,
+        fullgraph=fullgraph,
+        options={"budget": budget, "compiler": compiler, **options},
+    )
+
+
+@contextmanager
+def executor_checked() -> Iterator[None]:
+    """Checks that every byte which the eager executor counts inside was predicted."""
+    from dtrcompile.passes.executor import clear_executor_log, executor_log
+
+    clear_executor_log()
+    yield
+    records = executor_log()
+    assert records, "the eager executor ran no graph"
+    for record in records:
+        # A dynamic graph at other sizes than planned, or a fake kernel that is known to be wrong.
+        if not record.at_hint or record.mistraced:
+            continue
+        counted, predicted = tuple(record.counted_bytes), tuple(record.predicted_bytes)
+        differing = [
+            (step, c, p)
+            for step, (c, p) in enumerate(zip(counted, predicted, strict=False))
+            if c != p
+        ]
+        assert not differing, f"(step, counted, predicted): {differing[:10]}"
+        assert len(counted) == len(predicted)
+
+
+def observe(
+    scenario: Scenario, compile_: Compile, *, seed: int = SEED, reset: bool = True
+) -> Observed:
+    """Runs ``scenario`` from ``seed`` with fresh compiler state; tensors come back detached."""
+    if reset:
+        torch._dynamo.reset()
+        dtrcompile.clear_reports()
+    torch.manual_seed(seed)
+    return {name: _snapshot(value) for name, value in scenario(compile_).items()}
+
+
+def observe_dtr(scenario: Scenario, budget: object, **options: object) -> Observed:
+    """`observe` on the eager executor: counted bytes and reports are checked too."""
+    with executor_checked():
+        observed = observe(scenario, lambda target: compile_dtr(target, budget, **options))
+    check_reports(budget)
+    return observed
+
+
+def check_reports(budget: object) -> None:
+    """What every report must say, whatever was compiled."""
+    reports = dtrcompile.reports()
+    assert reports, "nothing was compiled"
+    for report in reports:
+        assert (report.budget_bytes is None) == (budget == "min"), str(report)
+        if report.budget_bytes is not None:
+            assert report.promised_peak_bytes <= report.budget_bytes, str(report)
+        assert report.promised_peak_bytes <= report.baseline_peak_bytes, str(report)
+        assert sum(report.promised_split.values()) == report.promised_peak_bytes, str(report)
+        assert report.overhead >= 1.0, str(report)
+        ample = report.baseline_peak_bytes <= (report.budget_bytes or 0)
+        if ample or budget == UNBUDGETED:
+            assert not report.recomputed, str(report)
+            assert report.overhead == 1.0, str(report)
+
+
+def recomputed_operators() -> int:
+    """How often operators ran again, over all graphs compiled since the last `observe`."""
+    return sum(sum(report.recomputed.values()) for report in dtrcompile.reports())
+
+
+def smallest_that_works(run: Callable[[object], Any], budget: object) -> tuple[object, Any]:
+    """``run(budget)``, or with the minimum that the error named: that one must then work.
+
+    A model of several graphs names one graph's minimum at a time, so the budget may have to be
+    raised once for each graph; each time it must grow.
+    """
+    named: object = budget
+    last = 0
+    while True:
+        try:
+            return named, run(named)
+        except Exception as error:
+            infeasible = unwrap(error)
+            if not isinstance(infeasible, InfeasibleBudgetError):
+                raise
+            assert infeasible.minimum_bytes is not None, str(infeasible)
+            assert infeasible.minimum_bytes > last, "the named minimum did not work"
+            named = last = infeasible.minimum_bytes
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The `DTRError` inside ``error``, which Dynamo may have wrapped; or ``error`` itself."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        if isinstance(current, DTRError):
+            return current
+        seen.add(id(current))
+        pending += [
+            current.__context__,
+            current.__cause__,
+            getattr(current, "inner_exception", None),
+        ]
+    return error
+
+
+@contextmanager
+def raises_dtr(error_type: type[DTRError], *words: str) -> Iterator[list[DTRError]]:
+    """Expects ``error_type``, possibly wrapped, whose text holds every one of ``words``.
+
+    The one element of the yielded list is the error, for more assertions afterwards.
+    """
+    caught: list[DTRError] = []
+    try:
+        yield caught
+    except Exception as error:
+        inner = unwrap(error)
+        if not isinstance(inner, error_type):
+            raise
+        for word in words:
+            assert word in str(inner), f"{word!r} is not in: {inner}"
+        caught.append(inner)
+    else:
+        raise AssertionError(f"{error_type.__name__} was not raised")
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone(memory_format=torch.preserve_format)
+    if isinstance(value, Mapping):
+        return {k: _snapshot(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_snapshot(v) for v in value]
+    return value
+
+
+def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts and lists, with their paths."""
+    if isinstance(value, Mapping):
+        for k, v in value.items():
+            yield from flatten(v, f"{name}.{k}" if name else str(k))
+    elif isinstance(value, (list, tuple)):
+        for i, v in enumerate(value):
+            yield from flatten(v, f"{name}[{i}]")
+    else:
+        yield name, value
+
+
+def assert_bitwise(actual: Any, expected: Any) -> None:
+    """Same structure, types, shapes, strides and bits."""
+    actual_leaves, expected_leaves = dict(flatten(actual)), dict(flatten(expected))
+    assert actual_leaves.keys() == expected_leaves.keys()
+    for name, want in expected_leaves.items():
+        got = actual_leaves[name]
+        if not isinstance(want, torch.Tensor):
+            assert type(got) is type(want) and got == want, f"{name}: {got!r} is not {want!r}"
+            continue
+        assert isinstance(got, torch.Tensor), f"{name}: {got!r} is not a tensor"
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), name
+        assert got.stride() == want.stride() or got.numel() < 2, (
+            f"{name}: strides {got.stride()} are not {want.stride()}"
+        )
+        same = _bits(got) == _bits(want)
+        assert bool(same.all()), (
+            f"{name}: {int((~same).sum())} of {same.numel()} bytes differ, largest difference "
+            f"{(got.double() - want.double()).abs().max() if not got.is_complex() else '?'}"
+        )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return (
+        torch.view_as_real(tensor).contiguous().view(torch.uint8)
+        if tensor.is_complex()
+        else (tensor.contiguous().reshape(-1).view(torch.uint8))
+    )
+
+
+def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """Same structure, types and shapes; floating point values within the tolerances."""
+    actual_leaves, expected_leaves = dict(flatten(actual)), dict(flatten(expected))
+    assert actual_leaves.keys() == expected_leaves.keys()
+    for name, want in expected_leaves.items():
+        got = actual_leaves[name]
+        if not isinstance(want, torch.Tensor):
+            assert type(got) is type(want), f"{name}: {got!r} is not {want!r}"
+            if isinstance(want, float):
+                assert math.isclose(got, want, rel_tol=rtol, abs_tol=atol), name
+            else:
+                assert got == want, f"{name}: {got!r} is not {want!r}"
+            continue
+        torch.testing.assert_close(
+            got,
+            want,
+            rtol=rtol,
+            atol=atol,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def relative_error(gradients: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
+    """``|a - b| / |b|`` over all gradients as one vector, in double precision."""
+    assert gradients.keys() == reference.keys()
+    squared_difference = squared_norm = 0.0
+    for name, want in reference.items():
+        got = gradients[name]
+        assert (got is None) == (want is None), name
+        if want is not None:
+            squared_difference += float((got.double() - want.double()).square().sum())
+            squared_norm += float(want.double().square().sum())
+    return math.sqrt(squared_difference / squared_norm)
+
+
+def gradients_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Every parameter's gradient, None where there is none."""
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def state_of(module: nn.Module) -> Observed:
+    """Gradients and buffers of ``module``: what a step may change besides its outputs."""
+    return {"gradients": gradients_of(module), "buffers": dict(module.named_buffers())}
+
+
+def live_peak_bytes(step: Callable[[], Any]) -> int:
+    """The most bytes that the CPU allocator held during ``step``, above what it held before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = step()
+    # ``result`` is alive until here: what the step returned counts as held.
+    del result
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    live = peak = 0
+    for _, nbytes in sorted(events, key=lambda event: event[0]):
+        live += nbytes
+        peak = max(peak, live)
+    return peak
+
+
+def static_bytes(*objects: nn.Module | torch.Tensor) -> int:
+    """Bytes of the distinct storages of parameters, buffers and input tensors."""
+    sizes: dict[int, int] = {}
+    for item in objects:
+        tensors = [*item.parameters(), *item.buffers()] if isinstance(item, nn.Module) else [item]
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -1,0 +1,348 @@
+"""Under Inductor: right gradients, the allocator within the budget, and nothing lost when ample.
+
+One tiny language model, compiled few times, because each compile runs a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.graph import GraphLowering
+
+import dtrcompile
+from dtrcompile.passes.errors import InfeasibleBudgetError
+from tests.integration.helpers import (
+    Observed,
+    assert_bitwise,
+    assert_close,
+    check_reports,
+    compile_dtr,
+    gradients_of,
+    live_peak_bytes,
+    raises_dtr,
+    relative_error,
+    static_bytes,
+)
+from tests.integration.scenarios import Block
+
+pytestmark = [pytest.mark.inductor]
+
+VOCABULARY, TOKENS, BATCH, WIDTH = 64, 64, 8, 16
+SEED = 77
+SAME = 1e-5  # of the gradient's norm: what fusion may round differently
+
+
+class TinyGPT(nn.Module):
+    """Two blocks with dropout, a tied head, the loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout=0.2, causal=True) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def model_and_batch() -> tuple[TinyGPT, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(SEED)
+    ids = torch.randint(VOCABULARY, (BATCH, TOKENS))
+    return TinyGPT(), ids, ids.roll(-1, 1)
+
+
+@pytest.fixture(autouse=True)
+def graphs_are_lowered_anew() -> Iterator[None]:
+    """A cached graph would hide what is made now; compiled C++ stays cached by its contents."""
+    with (
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+def step_of(compiled: object, module: nn.Module, *inputs: torch.Tensor) -> Observed:
+    """One step from a fixed seed; gradients are set to None before."""
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(SEED + 1)
+    loss = compiled(*inputs)  # type: ignore[operator]
+    loss.backward()
+    return {"loss": loss.detach(), "gradients": gradients_of(module)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """With several, the embedding's gradient is added up atomically, in a new order every run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def plain() -> Observed:
+    """Plain ``torch.compile`` from the same seed."""
+    module, ids, targets = model_and_batch()
+    return step_of(torch.compile(module), module, ids, targets)
+
+
+@pytest.mark.parametrize("budget", [1.0, "50%", "min"])
+def test_gradients_and_allocator_peak(budget: object) -> None:
+    """Points 1 and 3, dropout included."""
+    expected = plain()
+    module, ids, targets = model_and_batch()
+    compiled = compile_dtr(module, budget, compiler="inductor")
+    first = step_of(compiled, module, ids, targets)
+    first_gradients = {n: g.clone() for n, g in first["gradients"].items()}
+    assert relative_error(first_gradients, expected["gradients"]) <= SAME
+    assert_close(first["loss"], expected["loss"], rtol=1e-5)
+
+    check_reports(budget)
+    (report,) = dtrcompile.reports()
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(SEED + 1)
+    peak_bytes = live_peak_bytes(lambda: compiled(ids, targets).backward())
+    held_bytes = peak_bytes + static_bytes(module, ids, targets)
+    limit_bytes = report.budget_bytes or report.promised_peak_bytes
+    assert held_bytes <= limit_bytes, str(report)
+    assert held_bytes <= report.promised_peak_bytes, str(report)
+    if budget == 1.0:
+        assert report.recomputed_runs == 0
+    else:
+        assert report.recomputed_runs > 0
+    assert_bitwise(gradients_of(module), first_gradients)  # the step that was measured
+
+
+class Dropped(nn.Module):
+    """Small enough to be compiled several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.5).tanh()
+        return x.square().sum()
+
+
+def dropped_and_batch() -> tuple[Dropped, torch.Tensor]:
+    torch.manual_seed(SEED)
+    return Dropped(), torch.randn(1024, 32)
+
+
+@functools.cache
+def plain_dropped() -> Observed:
+    module, x = dropped_and_batch()
+    return step_of(torch.compile(module), module, x)
+
+
+def test_the_stock_memory_budget_is_wrong_with_dropout_and_ours_is_not() -> None:
+    """pytorch#190758: it draws new masks when it recomputes a dropout in backward.
+
+    Should PyTorch be fixed, the first assertion fails: then drop that half and say so in the docs.
+    """
+    expected = plain_dropped()["gradients"]
+    torch._dynamo.reset()
+    module, x = dropped_and_batch()
+    with functorch_config.patch(activation_memory_budget=0.1):
+        stock = step_of(torch.compile(module), module, x)["gradients"]
+    assert relative_error(stock, expected) > 0.1
+    torch._dynamo.reset()
+    module, x = dropped_and_batch()
+    compiled = compile_dtr(module, "min", compiler="inductor")
+    ours = step_of(compiled, module, x)["gradients"]
+    assert dtrcompile.reports()[-1].recomputed_runs > 0
+    assert relative_error(ours, expected) <= SAME
+
+
+def test_retain_graph() -> None:
+    """Backward twice at the smallest budget: what is saved survives the first."""
+    expected = plain_dropped()["gradients"]
+    torch._dynamo.reset()
+    module, x = dropped_and_batch()
+    compiled = compile_dtr(module, "min", compiler="inductor")
+    torch.manual_seed(SEED + 1)
+    loss = compiled(x)
+    loss.backward(retain_graph=True)
+    first = {n: g.clone() for n, g in gradients_of(module).items()}
+    module.zero_grad(set_to_none=True)
+    loss.backward()
+    assert_bitwise(gradients_of(module), first)
+    assert relative_error(first, expected) <= SAME
+
+
+def without_labels(code: str) -> str:
+    """Inductor's code without comments and without the numbers that count graphs."""
+    code = re.sub(r"#.*", "", code)
+    code = re.sub(r"graph_\d+", "graph", code)
+    return re.sub(r"\s*\n\s*", "\n", code)
+
+
+def code_of(compiled: object, module: nn.Module, *inputs: torch.Tensor) -> list[str]:
+    sources: list[str] = []
+    with mock.patch.object(GraphLowering, "save_output_code", sources.append):
+        step_of(compiled, module, *inputs)
+    assert len(sources) == 2, "one forward, one backward"
+    return sorted(without_labels(source) for source in sources)
+
+
+def test_an_ample_budget_gives_the_code_of_torch_compile() -> None:
+    """Point 4: zero recomputed operators and Inductor's own output."""
+    module, ids, targets = model_and_batch()
+    expected = code_of(torch.compile(module), module, ids, targets)
+    for budget in (1.0, "1TiB"):
+        torch._dynamo.reset()
+        dtrcompile.clear_reports()
+        compiled = compile_dtr(module, budget, compiler="inductor")
+        assert code_of(compiled, module, ids, targets) == expected
+        (report,) = dtrcompile.reports()
+        assert report.recomputed_runs == 0
+        assert report.overhead == 1.0
+
+
+def test_an_ample_budget_for_inference_gives_the_code_of_torch_compile() -> None:
+    module, ids, targets = model_and_batch()
+    module.eval()
+
+    def codes(compiled: object) -> list[str]:
+        sources: list[str] = []
+        with mock.patch.object(GraphLowering, "save_output_code", sources.append), torch.no_grad():
+            compiled(ids, targets)  # type: ignore[operator]
+        return [without_labels(source) for source in sources]
+
+    expected = codes(torch.compile(module))
+    torch._dynamo.reset()
+    assert codes(compile_dtr(module, 1.0, compiler="inductor")) == expected
+
+
+def test_an_infeasible_budget_names_a_minimum_that_works() -> None:
+    expected = plain_dropped()["gradients"]
+    torch._dynamo.reset()
+    module, x = dropped_and_batch()
+    with raises_dtr(InfeasibleBudgetError) as caught:
+        compile_dtr(module, 1000, compiler="inductor")(x)
+    error = caught[0]
+    assert isinstance(error, InfeasibleBudgetError)
+    assert error.minimum_bytes is not None and error.operator and error.largest
+
+    torch._dynamo.reset()
+    compiled = compile_dtr(module, error.minimum_bytes, compiler="inductor")
+    observed = step_of(compiled, module, x)
+    assert relative_error(observed["gradients"], expected) <= SAME
+    module.zero_grad(set_to_none=True)
+    peak_bytes = live_peak_bytes(lambda: compiled(x).backward())
+    assert peak_bytes + static_bytes(module, x) <= error.minimum_bytes
+
+
+def test_inference_under_a_budget() -> None:
+    """A forward-only graph with long skips: the allocator keeps the promise."""
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+            self.up = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            skips = []
+            for down in self.down:
+                x = down(x).tanh()
+                skips.append(x)
+            for up, skip in zip(self.up, reversed(skips), strict=True):
+                x = up(x).tanh() + skip
+            return x
+
+    torch.manual_seed(SEED)
+    module, x = Skips(), torch.randn(2048, 32)
+    compiled = compile_dtr(module, "min", compiler="inductor")
+    with torch.no_grad():
+        assert_close(compiled(x), module(x))
+        peak_bytes = live_peak_bytes(lambda: compiled(x))
+    (report,) = dtrcompile.reports()
+    assert report.kind == "inference"
+    assert report.recomputed_runs > 0
+    assert peak_bytes + static_bytes(module, x) <= report.promised_peak_bytes
+    assert report.promised_peak_bytes < report.baseline_peak_bytes
+
+
+def test_batch_norm_and_convolutions() -> None:
+    """Running statistics move once; layouts are Inductor's own."""
+
+    def build() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(SEED)
+        blocks = [
+            layer
+            for channels in ((3, 8), (8, 8), (8, 8))
+            for layer in (nn.Conv2d(*channels, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        ]
+        return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(8 * 16 * 16, 4)), torch.randn(
+            8, 3, 16, 16
+        )
+
+    def train(compiled: object, module: nn.Module, x: torch.Tensor) -> Observed:
+        for _ in range(2):
+            module.zero_grad(set_to_none=True)
+            compiled(x).square().sum().backward()  # type: ignore[operator]
+        return {"gradients": gradients_of(module), "buffers": dict(module.named_buffers())}
+
+    module, x = build()
+    expected = train(torch.compile(module), module, x)
+    torch._dynamo.reset()
+    module, x = build()
+    compiled = compile_dtr(module, "min", compiler="inductor")
+    observed = train(compiled, module, x)
+    assert relative_error(observed["gradients"], expected["gradients"]) <= SAME
+    assert_close(observed["buffers"], expected["buffers"])
+    (report,) = dtrcompile.reports()
+    module.zero_grad(set_to_none=True)
+    peak_bytes = live_peak_bytes(lambda: compiled(x).square().sum().backward())
+    # The loss and its gradient are made outside of the compiled module: a few hundred bytes.
+    outside_bytes = 1024
+    assert peak_bytes + static_bytes(module, x) <= report.promised_peak_bytes + outside_bytes
+
+
+def test_caches_never_serve_another_budget(tmp_path: Path) -> None:
+    """With Inductor's caches on, each budget and option has its own entry; the same one hits."""
+
+    def reports_and_peak(budget: object) -> tuple[int, int]:
+        """How many reports there are, and the allocator's peak of the second step."""
+        torch._dynamo.reset()
+        dtrcompile.clear_reports()
+        module, x = dropped_and_batch()
+        compiled = compile_dtr(module, budget, compiler="inductor")
+        step_of(compiled, module, x)
+        module.zero_grad(set_to_none=True)
+        return len(dtrcompile.reports()), live_peak_bytes(lambda: compiled(x).backward())
+
+    with (
+        mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}),
+        inductor_config.patch(fx_graph_cache=True),
+        functorch_config.patch(enable_autograd_cache=True),
+    ):
+        _, ample = reports_and_peak(1.0)
+        reported, smallest = reports_and_peak("min")
+        assert smallest < ample
+        assert reports_and_peak(1.0)[1] == ample
+        again_reported, again = reports_and_peak("min")
+        assert again == smallest
+        # A report is there although the code came from a cache.
+        assert again_reported == reported == 1

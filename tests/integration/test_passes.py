@@ -1,0 +1,232 @@
+"""From a graph to a program to emitted graphs: what each pass promises, on small models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import fx, nn
+
+from dtrcompile.passes import emit as emit_module
+from dtrcompile.passes.capture import Captured, capture
+from dtrcompile.passes.costs import make_cost_model
+from dtrcompile.passes.emit import Emitted, emit, free
+from dtrcompile.passes.errors import VerificationError
+from dtrcompile.passes.plan import Plan
+from dtrcompile.passes.planners import make_planner, minimum_plan
+from dtrcompile.passes.planners.base import keep_all
+from dtrcompile.passes.program import StorageKind
+from dtrcompile.passes.replay import replay
+from dtrcompile.passes.schedule import Ledger, Wrapper, run_wrapper
+from dtrcompile.passes.tighten import tighten
+from dtrcompile.passes.torch_private import (
+    FakeTensorMode,
+    aot_autograd,
+    joint_graph_passes,
+    min_cut_rematerialization_partition,
+    select_decomp_table,
+)
+from dtrcompile.passes.verify import verify_emitted
+
+
+def captured_of(module: nn.Module, *inputs: torch.Tensor) -> Captured:
+    """The program of a training step of ``module``, as the backend would capture it."""
+    found: list[Captured] = []
+
+    def partition(
+        joint: fx.GraphModule, joint_inputs: object, **kwargs: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint = joint_graph_passes(joint)
+        forward, backward = min_cut_rematerialization_partition(
+            joint, joint_inputs, compiler="inductor", **kwargs
+        )
+        found.append(
+            capture(
+                forward,
+                backward,
+                num_fwd_outputs=kwargs["num_fwd_outputs"],
+                static_input_indices=kwargs.get("static_lifetime_input_indices") or (),
+                cost_model=make_cost_model("roofline", torch.device("cpu")),
+            )
+        )
+        return forward, backward
+
+    def backend(gm: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., object]:
+        return aot_autograd(
+            fw_compiler=lambda gm, _: make_boxed_func(gm.forward),
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )(gm, example_inputs)
+
+    torch.compile(module, backend=backend)(*inputs).sum().backward()
+    (captured,) = found
+    return captured
+
+
+class MLP(nn.Module):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x
+
+
+@pytest.fixture
+def mlp() -> Captured:
+    return captured_of(MLP(), torch.randn(32, 16))
+
+
+def smallest(captured: Captured) -> tuple[Plan, Emitted]:
+    plan = tighten(captured.program, minimum_plan(captured.program, make_planner("auto")))
+    return plan, emit(captured, plan)
+
+
+def test_a_program_has_inductors_buffers_not_fx_nodes(mlp: Captured) -> None:
+    program = mlp.program
+    forward = program.operators[: program.boundary]
+    # Four products and four activations; GELU's inner values (erf, muls) are in no storage.
+    assert len(forward) == 8
+    # 32 rows of 16 floats: 32 * 16 * 4 = 2048 bytes.
+    assert {
+        program.storages[program.tensors[t].storage].size_bytes for o in forward for t in o.outputs
+    } == {2048}
+    # Weights 4 * (16 * 16 + 16) * 4 = 4352 bytes.
+    parameters = [s.size_bytes for s in program.storages if s.kind is StorageKind.PARAMETER]
+    assert sum(parameters) == 4352
+    gradients = [s.size_bytes for s in program.storages if s.kind is StorageKind.GRADIENT]
+    assert sum(gradients) >= 4352
+
+
+def test_recomputed_nodes_are_named_after_their_origin(mlp: Captured) -> None:
+    plan, emitted = smallest(mlp)
+    _, stats = replay(mlp.program, plan)
+    assert stats.recomputed
+    names = {n.name for n in mlp.forward.graph.nodes} | {n.name for n in mlp.backward.graph.nodes}
+    assert emitted.backward is not None
+    copies = [
+        n
+        for gm in (emitted.forward, emitted.backward)
+        for n in gm.graph.nodes
+        if "dtr_remat_of" in n.meta
+    ]
+    assert copies
+    for node in copies:
+        assert node.meta["dtr_remat_of"] in names
+        assert node.name.startswith(f"{node.meta['dtr_remat_of']}_remat")
+        assert "dtr_step" in node.meta
+
+
+def test_frees_are_nodes_of_the_emitted_graph(mlp: Captured) -> None:
+    _, emitted = smallest(mlp)
+    assert emitted.backward is not None
+    frees = emitted.backward.graph.find_nodes(op="call_function", target=free)
+    assert frees
+    emit_module.lower_frees(emitted.backward)
+    assert not emitted.backward.graph.find_nodes(op="call_function", target=free)
+
+
+def test_the_verifier_accepts_what_was_emitted_and_nothing_else(mlp: Captured) -> None:
+    plan, emitted = smallest(mlp)
+    timeline, _ = replay(mlp.program, plan)
+    verify_emitted(mlp, plan, timeline, emitted)
+
+    assert emitted.backward is not None
+    graph = emitted.backward.graph
+    # A free that comes too early: its value is used afterwards.
+    late = next(n for n in graph.nodes if n.target is free)
+    owner = late.args[0]
+    first_use = next(n for n in graph.nodes if owner in n.all_input_nodes)
+    first_use.prepend(late)
+    with pytest.raises(VerificationError, match=r"freed|holds"):
+        verify_emitted(mlp, plan, timeline, emitted)
+
+    # A free that is missing: the graph holds more than the plan says.
+    _, emitted = smallest(mlp)
+    assert emitted.backward is not None
+    graph = emitted.backward.graph
+    graph.erase_node(next(n for n in graph.nodes if n.target is free))
+    with pytest.raises(VerificationError, match="holds"):
+        verify_emitted(mlp, plan, timeline, emitted)
+
+
+def test_views_are_made_again_not_saved_beside_their_base() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            return (y.view(-1, 4, 4).transpose(1, 2) @ y.view(-1, 4, 4)).sin()
+
+    captured = captured_of(Views(), torch.randn(32, 16))
+    emitted = emit(captured, tighten(captured.program, keep_all(captured.program)))
+    (out,) = emitted.forward.graph.find_nodes(op="output")
+    saved = [n for n in out.args[0][captured.num_fwd_outputs :] if isinstance(n, fx.Node)]
+    computed = [n.meta["dtr_storage"] for n in saved if n.op == "call_function"]
+    assert computed  # each saved value owns its storage, and no storage is saved twice
+    assert len(computed) == len(set(computed))
+
+
+def test_what_reads_a_mutated_buffer_runs_once() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x).sin()
+
+    program = captured_of(Counter(), torch.randn(32, 16)).program
+    reasons = {o.not_recomputable for o in program.operators}
+    assert "it reads an input that the step writes into" in reasons
+
+
+WRAPPER = """
+async_compile = AsyncCompile()
+kernel = async_compile.cpp_pybinding([], '')
+def call(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cpu((8, 4), (4, 1), torch.float32)
+    kernel(x, buf0)
+    buf1 = empty_strided_cpu((8, 4), (4, 1), torch.float32)
+    kernel(buf0, buf1)
+    del buf0
+    buf2 = buf1; del buf1  # reuse
+    buf3 = empty_strided_cpu((2, 4), (4, 1), torch.float32)
+    return (buf2, reinterpret_tensor(buf3, (4,), (1,), 4), )
+"""
+
+
+def test_a_wrapper_is_replayed_on_fake_tensors() -> None:
+    source = "import torch\n" + WRAPPER
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(8, 4)
+    ledger = Ledger(base_bytes=1000)
+    outputs = run_wrapper(Wrapper(source, {}), [x], ledger, mode)
+    # 8 * 4 * 4 = 128 bytes each for buf0 and buf1, then buf0 dies, then 2 * 4 * 4 = 32 for buf3.
+    assert [size for size, _ in ledger.events] == [1128, 1256, 1160]
+    assert ledger.peak_bytes == 1256
+    assert ledger.peak_label.startswith("buf1 = ")
+    assert len(outputs) == 2
+
+
+def test_cuda_sizes_are_rounded_up() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(8, 4)
+    ledger = Ledger(alignment_bytes=512)
+    run_wrapper(Wrapper("import torch\n" + WRAPPER, {}), [x], ledger, mode)
+    assert ledger.peak_bytes == 1024
+
+
+def test_an_unknown_wrapper_is_refused() -> None:
+    with pytest.raises(VerificationError, match="unknown form"):
+        run_wrapper(Wrapper("def call(args): pass", {}), [], Ledger(), FakeTensorMode())

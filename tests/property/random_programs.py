@@ -1,0 +1,233 @@
+"""Random programs, and what must hold for every planner on every one of them.
+
+One generator serves hypothesis (which draws the numbers and shrinks them) and
+``bench/random_programs.py`` (which takes them from a seeded generator, ten thousand times).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError
+from dtrcompile.passes.heuristics import HEURISTICS
+from dtrcompile.passes.index import ProgramIndex
+from dtrcompile.passes.plan import Compute, Free, Plan
+from dtrcompile.passes.planners import keep_all, lower_bound_bytes, make_planner
+from dtrcompile.passes.planners.improve import keep_what_fits, schedule_of
+from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
+from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
+from dtrcompile.passes.simulator import Deallocation, SimulatorOptions, simulate
+
+Pick = Callable[[int, int], int]
+"""An integer between two bounds, both included."""
+
+
+def random_program(pick: Pick, most_operators: int = 14) -> Program:
+    """Views, several outputs, pins, operators that run once, constants, tangents, boundaries."""
+    storages: list[Storage] = []
+    tensors: list[Tensor] = []
+    operators: list[Operator] = []
+
+    def storage(kind: StorageKind, pinned: str | None = None) -> int:
+        size_bytes = 0 if pick(0, 9) == 0 else pick(1, 12)
+        storages.append(Storage(len(storages), f"s{len(storages)}", size_bytes, kind, pinned))
+        return storages[-1].id
+
+    def tensor(of: int, producer: int | None) -> int:
+        tensors.append(Tensor(len(tensors), f"t{len(tensors)}", of, producer))
+        return tensors[-1].id
+
+    readable = [tensor(storage(StorageKind.PARAMETER), None) for _ in range(pick(0, 2))]
+    tangents = [tensor(storage(StorageKind.TANGENT), None) for _ in range(pick(0, 2))]
+    n = pick(1, most_operators)
+    boundary = pick(0, n) if tangents or pick(0, 3) else None
+    if boundary is None and tangents:
+        boundary = n
+    for o in range(n):
+        phase = Phase.FORWARD if boundary is None or o < boundary else Phase.BACKWARD
+        if o == boundary:
+            readable += tangents
+        # Mostly the recent past, sometimes anything: chains with skips, as in real programs.
+        inputs = [
+            readable[
+                pick(max(0, len(readable) - 4), len(readable) - 1)
+                if pick(0, 2)
+                else pick(0, len(readable) - 1)
+            ]
+            for _ in range(pick(0, min(3, len(readable))))
+        ]
+        outputs = []
+        for _ in range(1 if pick(0, 3) else pick(0, 3)):
+            if inputs and pick(0, 4) == 0:
+                outputs.append(tensor(tensors[inputs[pick(0, len(inputs) - 1)]].storage, o))
+            else:
+                pinned = "test" if pick(0, 11) == 0 else None
+                outputs.append(tensor(storage(StorageKind.INTERMEDIATE, pinned), o))
+        operators.append(
+            Operator(
+                o,
+                f"op{o}",
+                phase,
+                tuple(inputs),
+                tuple(outputs),
+                pick(0, 9),
+                pick(1, 8) if pick(0, 7) == 0 else 0,
+                "test" if pick(0, 7) == 0 else None,
+            )
+        )
+        readable += outputs
+    ends = (
+        tuple(dict.fromkeys(readable[pick(0, len(readable) - 1)] for _ in range(pick(0, 3))))
+        if readable
+        else ()
+    )
+    return Program(tuple(storages), tuple(tensors), tuple(operators), ends, boundary, name="random")
+
+
+def budgets(program: Program, pick: Pick) -> tuple[int, ...]:
+    """One below the lower bound, the lower bound, one in between, the baseline's peak."""
+    low = lower_bound_bytes(program)
+    high = replay(program, keep_all(program))[0].peak_bytes
+    return low - 1, low, pick(low, max(low, high)), high
+
+
+def checked(program: Program, plan: Plan, budget_bytes: int) -> tuple[MemoryTimeline, PlanStats]:
+    """Replay, and hold the plan to the budget."""
+    timeline, stats = replay(program, plan)
+    assert timeline.peak_bytes <= budget_bytes, plan.to_text()
+    return timeline, stats
+
+
+def check_simulator(program: Program, budget_bytes: int) -> None:
+    """Every heuristic and policy: the simulator's account is the replayer's, step by step."""
+    index = ProgramIndex.of(program)
+    for name, deallocation in product(HEURISTICS, Deallocation):
+        options = SimulatorOptions(heuristic=HEURISTICS[name](), deallocation=deallocation)
+        check_run(program, index, budget_bytes, options)
+
+
+def check_speed_options(program: Program, budget_bytes: int) -> None:
+    """No combination of the speed tricks makes a plan invalid."""
+    index = ProgramIndex.of(program)
+    for small, sample, batch, hold in product((False, True), repeat=4):
+        options = SimulatorOptions(
+            ignore_small=small, sample=sample, batch=batch, hold_sources=hold, walk_limit=2
+        )
+        check_run(program, index, budget_bytes, options)
+
+
+def check_run(
+    program: Program, index: ProgramIndex, budget_bytes: int, options: SimulatorOptions
+) -> None:
+    """One run of the simulator, and its polished schedule."""
+    try:
+        run = simulate(index, budget_bytes, options)
+    except InfeasibleBudgetError:
+        return
+    assert budget_bytes >= lower_bound_bytes(program)
+    plan = Plan(run.steps, program.fingerprint, "test")
+    timeline, stats = checked(program, plan, budget_bytes)
+    assert timeline.during_bytes == run.during_bytes
+    assert timeline.after_bytes == run.after_bytes
+    assert stats.cost_ns == run.cost_ns
+
+    schedule = schedule_of(index, run.steps)
+    timeline, stats = checked(
+        program, Plan(schedule.steps(), program.fingerprint, "test"), budget_bytes
+    )
+    assert schedule.peak_bytes == timeline.peak_bytes
+    assert schedule.cost_ns == stats.cost_ns <= run.cost_ns
+    better = keep_what_fits(index, schedule, budget_bytes)
+    _, stats = checked(program, Plan(better.steps(), program.fingerprint, "test"), budget_bytes)
+    assert better.cost_ns == stats.cost_ns <= schedule.cost_ns
+
+
+def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> None:
+    """Every planner: a plan within the budget or the typed error; the same plan again."""
+    for name in ("auto", "dtr", "keep-all"):
+        planner = make_planner(name)
+        try:
+            plan = planner.plan(program, budget_bytes)
+        except InfeasibleBudgetError as error:
+            assert error.budget_bytes == budget_bytes
+            assert budget_bytes < baseline_bytes
+            continue
+        _, stats = checked(program, plan, budget_bytes)
+        assert planner.plan(program, budget_bytes) == plan
+        assert Plan.from_text(plan.to_text()) == plan
+        if budget_bytes >= baseline_bytes:
+            assert not stats.recomputed
+
+
+def check_scaling(program: Program, budget_bytes: int) -> None:
+    """Twice the bytes in twice the budget: the same steps."""
+    doubled = Program(
+        tuple(
+            Storage(s.id, s.name, 2 * s.size_bytes, s.kind, s.pinned) for s in program.storages
+        ),
+        program.tensors,
+        tuple(
+            Operator(
+                o.id, o.name, o.phase, o.inputs, o.outputs, o.cost_ns, 2 * o.workspace_bytes,
+                o.not_recomputable,
+            )
+            for o in program.operators
+        ),
+        program.outputs,
+        program.boundary,
+    )  # fmt: skip
+    assert steps_or_none(doubled, 2 * budget_bytes) == steps_or_none(program, budget_bytes)
+
+
+def steps_or_none(program: Program, budget_bytes: int) -> tuple[object, ...] | None:
+    """What ``auto`` plans; None where it finds nothing."""
+    try:
+        return make_planner("auto").plan(program, budget_bytes).steps
+    except InfeasibleBudgetError:
+        return None
+
+
+def check_mutants(program: Program, plan: Plan, pick: Pick) -> None:
+    """A plan with a step dropped, doubled or moved is rejected, or is still a plan.
+
+    Some mutations are harmless (two independent operators change places); those that touch a
+    value's life are not.
+    """
+    steps = plan.steps
+    at = pick(0, len(steps) - 1)
+
+    def mutant(*new: object) -> Plan:
+        return Plan((*steps[:at], *new, *steps[at + 1 :]), plan.program, plan.planner)  # type: ignore[arg-type]
+
+    match steps[at]:
+        case Free(s):
+            assert rejected(program, mutant(Free(s), Free(s)))
+            assert rejected(program, mutant())  # never freed, or allocated over
+        case Compute(o) if o not in {
+            step.operator for i, step in enumerate(steps) if i != at and isinstance(step, Compute)
+        }:
+            assert rejected(program, mutant())  # an operator that does not run
+
+
+def rejected(program: Program, plan: Plan) -> bool:
+    """Whether the referee refuses the plan."""
+    try:
+        replay(program, plan)
+    except PlanError:
+        return True
+    return False
+
+
+def check_everything(pick: Pick, most_operators: int = 14) -> None:
+    """All of the above on one random program; what ``bench/random_programs.py`` repeats."""
+    program = random_program(pick, most_operators)
+    baseline = keep_all(program)
+    baseline_bytes = replay(program, baseline)[0].peak_bytes
+    for budget_bytes in budgets(program, pick):
+        check_simulator(program, budget_bytes)
+        check_planners(program, budget_bytes, baseline_bytes)
+    middle = budgets(program, pick)[2]
+    check_speed_options(program, middle)
+    check_scaling(program, middle)
+    check_mutants(program, baseline, pick)

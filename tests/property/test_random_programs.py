@@ -1,0 +1,93 @@
+"""Random programs under every planner, heuristic, policy and speed trick.
+
+``DTRCOMPILE_EXAMPLES=10000 pytest tests/property`` looks harder; ``bench/random_programs.py`` does
+the same from plain seeds, with a progress line.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrcompile.passes.planners import infeasible, keep_all, lower_bound_bytes, make_planner
+from dtrcompile.passes.program import Program
+from dtrcompile.passes.program_io import from_json, to_json
+from dtrcompile.passes.replay import replay
+from tests.property import random_programs
+from tests.property.random_programs import Pick
+
+EXAMPLES = int(os.environ.get("DTRCOMPILE_EXAMPLES", "200"))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Program, Pick]:
+    """A program, and the source of further numbers for it."""
+
+    def pick(low: int, high: int) -> int:
+        return draw(st.integers(low, high))
+
+    return random_programs.random_program(pick, most_operators=12), pick
+
+
+@given(programs())
+@settings(max_examples=EXAMPLES)
+def test_every_run_is_valid_and_counts_bytes_as_the_referee_does(
+    drawn: tuple[Program, Pick],
+) -> None:
+    program, pick = drawn
+    for budget_bytes in random_programs.budgets(program, pick):
+        random_programs.check_simulator(program, budget_bytes)
+
+
+@given(programs())
+@settings(max_examples=EXAMPLES)
+def test_planners_fit_the_budget_or_say_that_they_cannot(drawn: tuple[Program, Pick]) -> None:
+    program, pick = drawn
+    baseline_bytes = replay(program, keep_all(program))[0].peak_bytes
+    for budget_bytes in random_programs.budgets(program, pick):
+        random_programs.check_planners(program, budget_bytes, baseline_bytes)
+
+
+@given(programs())
+@settings(max_examples=EXAMPLES // 4)
+def test_the_smallest_budget_that_is_named_can_be_met(drawn: tuple[Program, Pick]) -> None:
+    program, _ = drawn
+    low = lower_bound_bytes(program)
+    for name in ("auto", "dtr"):
+        planner = make_planner(name)
+        minimum_bytes = infeasible(program, low - 1, planner).minimum_bytes
+        assert minimum_bytes is not None
+        assert low <= minimum_bytes <= replay(program, keep_all(program))[0].peak_bytes
+        random_programs.checked(program, planner.plan(program, minimum_bytes), minimum_bytes)
+
+
+@given(programs())
+@settings(max_examples=EXAMPLES)
+def test_no_speed_trick_makes_a_plan_invalid(drawn: tuple[Program, Pick]) -> None:
+    program, pick = drawn
+    random_programs.check_speed_options(program, random_programs.budgets(program, pick)[2])
+
+
+@given(programs())
+@settings(max_examples=EXAMPLES)
+def test_twice_the_bytes_in_twice_the_budget_is_the_same_plan(drawn: tuple[Program, Pick]) -> None:
+    program, pick = drawn
+    random_programs.check_scaling(program, random_programs.budgets(program, pick)[2])
+
+
+@given(programs())
+@settings(max_examples=EXAMPLES)
+def test_the_referee_rejects_mutants(drawn: tuple[Program, Pick]) -> None:
+    program, pick = drawn
+    random_programs.check_mutants(program, keep_all(program), pick)
+
+
+@given(programs())
+@settings(max_examples=EXAMPLES)
+def test_programs_round_trip_through_json(drawn: tuple[Program, Pick]) -> None:
+    program, _ = drawn
+    again = from_json(to_json(program))
+    assert again == program
+    assert again.fingerprint == program.fingerprint
