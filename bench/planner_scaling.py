@@ -1,0 +1,94 @@
+"""How does planning time grow?  The default planner on transformer-like training steps.
+
+    python -m bench.planner_scaling [--quick] [--out results.jsonl]
+
+Prints a table and the fitted exponent of time over operators; appends JSON lines with the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.synthetic import transformer
+from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.planners import keep_all, make_planner
+from dtrcompile.passes.replay import replay
+
+_LAYERS = (5, 14, 46, 137, 455, 910)
+_QUICK_LAYERS = (5, 14, 46)
+_SHARES = (0.5, 0.25)
+
+
+def machine() -> dict[str, object]:
+    """What the times were taken on."""
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "system": platform.system(),
+    }
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="up to a thousand operators")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each; the median counts")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    args = parser.parse_args()
+    print(f"{'operators':>10}{'share':>8}{'overhead':>10}{'cpu s':>9}{'wall s':>9}{'ms/op':>8}")
+    points: dict[float, list[tuple[int, float]]] = {share: [] for share in _SHARES}
+    for layers in _QUICK_LAYERS if args.quick else _LAYERS:
+        program = transformer(layers)
+        n = len(program.operators)
+        baseline_bytes = replay(program, keep_all(program))[0].peak_bytes
+        for share in _SHARES:
+            planner = make_planner("auto")
+            runs = []
+            overhead = math.nan
+            for _ in range(1 if args.quick else args.repeats):
+                wall, cpu = time.perf_counter(), time.process_time()
+                try:
+                    plan = planner.plan(program, int(share * baseline_bytes))
+                except InfeasibleBudgetError:
+                    plan = None
+                runs.append((time.process_time() - cpu, time.perf_counter() - wall))
+                if plan is not None:
+                    overhead = replay(program, plan)[1].overhead
+            cpu_s, wall_s = sorted(runs)[len(runs) // 2]
+            points[share].append((n, cpu_s))
+            print(
+                f"{n:>10}{share:>8}{overhead:>10.4f}{cpu_s:>9.2f}{wall_s:>9.2f}"
+                f"{1e3 * cpu_s / n:>8.2f}",
+                flush=True,
+            )
+            if args.out is not None:
+                record = {
+                    "bench": "planner_scaling",
+                    "operators": n,
+                    "share": share,
+                    "overhead": None if math.isnan(overhead) else overhead,
+                    "cpu_s": cpu_s,
+                    "wall_s": wall_s,
+                    **machine(),
+                }
+                with args.out.open("a") as lines:
+                    lines.write(json.dumps(record) + "\n")
+    for share, measured in points.items():
+        slope, _ = np.polyfit(*np.log(np.array(measured)).T, 1)
+        print(f"share {share}: time grows as operators^{slope:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
