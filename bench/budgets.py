@@ -39,6 +39,7 @@ import torch
 import dtrcompile
 from bench.measure import (
     Trainee,
+    cause_of,
     format_table,
     interleaved_s,
     machine,
@@ -58,6 +59,8 @@ GRADIENT_TOLERANCE = 1e-5
 # The promise should not be far above what the allocator saw (DESIGN, invariant 4).
 SLACK_TOLERANCE = 0.02
 BUDGETS = ("100%", "70%", "50%", "40%", "30%", "min")
+# One feed-forward, one with dropout, one with skip connections; a minute or two each.
+QUICK_MODELS, QUICK_BUDGETS = ("mlp16", "gpt_demo", "unet"), ("100%", "60%", "min")
 SEED = 1234
 _MIB = 2**20
 
@@ -199,7 +202,7 @@ class _Bench:
         try:
             self.fill(row, budget)
         except Exception as error:
-            cause = _cause(error)
+            cause = cause_of(error)
             if isinstance(cause, InfeasibleBudgetError):
                 row.status = "infeasible"
                 row.budget_bytes, row.minimum_bytes = cause.budget_bytes, cause.minimum_bytes
@@ -292,15 +295,6 @@ class _Bench:
         row.status = "BROKEN" if broken else "ok"
 
 
-def _cause(error: BaseException) -> BaseException:
-    """What Dynamo and Inductor wrapped."""
-    while True:
-        inner = getattr(error, "inner_exception", None)
-        if not isinstance(inner, BaseException):
-            return error
-        error = inner
-
-
 def run_model(name: str, budgets: Sequence[str], arguments: argparse.Namespace) -> list[Row]:
     """All rows of one model; a row is also written to standard output as it is made."""
     bench = _Bench(name, arguments)
@@ -360,8 +354,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated names")
-    parser.add_argument("--budgets", default=",".join(BUDGETS), help="comma-separated budgets")
+    parser.add_argument("--models", help="comma-separated names; default: all, few when quick")
+    parser.add_argument(
+        "--budgets", help=f"comma-separated; default: {','.join(BUDGETS)}".replace("%", "%%")
+    )
     parser.add_argument("--compiler", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -371,6 +367,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    quick = arguments.quick
+    arguments.models = arguments.models or ",".join(QUICK_MODELS if quick else MODELS)
+    arguments.budgets = arguments.budgets or ",".join(QUICK_BUDGETS if quick else BUDGETS)
     for name in arguments.models.split(","):
         if name not in MODELS:
             parser.error(f"unknown model {name!r}; allowed: {', '.join(MODELS)}")

@@ -26,6 +26,7 @@ import torch
 
 from bench.measure import (
     Trainee,
+    cause_of,
     format_table,
     machine,
     relative_error,
@@ -35,7 +36,7 @@ from bench.measure import (
 )
 from bench.models import MODELS
 from dtrcompile.backend import dtr
-from dtrcompile.passes.errors import format_bytes
+from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.torch_private import functorch_config
 
 TOLERANCE = 1e-5
@@ -63,11 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the table, return the exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--models", default="gpt_demo,gpt2_hf")
-    parser.add_argument("--shares", default="0.7,0.5,0.4")
+    parser.add_argument("--models", help="comma-separated names; default: the GPTs")
+    parser.add_argument("--shares", help="comma-separated; default: 0.7,0.5,0.4")
     parser.add_argument("--quick", action="store_true", help="tiny models of the same kinds")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args(argv)
+    quick = arguments.quick
+    arguments.models = arguments.models or ("gpt_demo" if quick else "gpt_demo,gpt2_hf")
+    arguments.shares = arguments.shares or ("0.5" if quick else "0.7,0.5,0.4")
     os.environ.setdefault(
         "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dtrcompile-bench-inductor")
     )
@@ -83,7 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             cases += [("dtr", share), ("stock", share)]
         for method, share in cases:
             say(f"{name}: {method} at {share}")
-            made = trainee(name, method, share, quick=arguments.quick)
+            try:
+                made = trainee(name, method, share, quick=arguments.quick)
+            except Exception as error:
+                refusal = cause_of(error)
+                if not isinstance(refusal, InfeasibleBudgetError):
+                    raise
+                rows.append((name, method, str(share), "infeasible", "-"))
+                continue
             made.step(SEED)
             error = relative_error(made.gradients(), gradients)
             peak_bytes = step_peak_bytes(made, SEED)

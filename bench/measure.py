@@ -157,3 +157,12 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def say(text: str) -> None:
     """Progress, on standard error, so that standard output holds the table alone."""
     print(text, file=sys.stderr, flush=True)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What Dynamo and Inductor wrapped."""
+    while True:
+        inner = getattr(error, "inner_exception", None)
+        if not isinstance(inner, BaseException):
+            return error
+        error = inner
