@@ -1,7 +1,9 @@
 # `make demo` and `make test` prepare what they need (.ci/environment) and use the torch that is
-# there.  PYTHON names another Python; TESTS and BENCH narrow down what runs.
+# there.  PYTHON names another Python; TESTS and BENCH narrow down what runs; WORKERS=0 runs the tests in
+# one process.
 PYTHON ?=
 TESTS ?= tests
+WORKERS ?= auto
 BENCH ?= $(shell grep -l '^if __name__ == "__main__"' bench/*.py)
 DEMO ?=
 
@@ -20,7 +22,7 @@ demo:
 	@python="$$(.ci/environment demo $(PYTHON))" && "$$python" -m dtrcompile demo $(DEMO)
 
 test:
-	@python="$$(.ci/environment test $(PYTHON))" && "$$python" -m pytest $(TESTS)
+	@python="$$(.ci/environment test $(PYTHON))" && "$$python" -m pytest -n $(WORKERS) --dist=worksteal $(TESTS)
 
 lint:
 	@python="$$(.ci/environment dev,demo $(PYTHON))" && "$$python" -m ruff check . \

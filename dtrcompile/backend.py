@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from dtrcompile.ledger import (
+    Assignment,
+    Planned,
+    SharedGraph,
+    ledger_of,
+    more_graphs_follow,
+)
 from dtrcompile.options import Options
 from dtrcompile.passes.capture import Captured, capture, output_arguments
 from dtrcompile.passes.costs import make_cost_model
@@ -25,11 +33,18 @@ from dtrcompile.passes.inductor import (
     planned_config,
     schedule_of,
 )
-from dtrcompile.passes.pipeline import MemoryModel, Outcome, RefereeModel, constant_bytes, fit
+from dtrcompile.passes.pipeline import (
+    MemoryModel,
+    Outcome,
+    RefereeModel,
+    constant_bytes,
+    fit,
+    placeholders,
+)
 from dtrcompile.passes.plan import Boundary
 from dtrcompile.passes.planners import make_planner
 from dtrcompile.passes.program import StorageKind
-from dtrcompile.passes.schedule import Wrapper
+from dtrcompile.passes.schedule import Wrapper, copied_module
 from dtrcompile.passes.torch_private import (
     CompiledFxGraph,
     CustomPartitionerFn,
@@ -46,6 +61,7 @@ from dtrcompile.passes.torch_private import (
     list_mode_options,
     min_cut_rematerialization_partition,
     select_decomp_table,
+    tracing,
 )
 from dtrcompile.report import CompileReport, add_report, next_graph_index
 from dtrcompile.source_hash import package_hash
@@ -76,9 +92,63 @@ def dtr(
         inductor = (options or {}).get("inductor") or {}
         options = {**(options or {}), "inductor": {"mode": mode, **inductor}}
     parsed = Options.parse(options)
-    if parsed.compiler == "eager":
-        return _compile_eager(gm, example_inputs, parsed)
-    return _compile_inductor(gm, example_inputs, parsed)
+    return SharedGraph(
+        ledger_of(parsed), _Source(gm, example_inputs, parsed).compile, more_graphs_follow(gm)
+    )
+
+
+class _Source:
+    """A Dynamo graph, and what it takes to compile it, also a second time."""
+
+    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+        self.options = options
+        self.graph = next_graph_index()
+        self.context = TracingContext.try_get()
+        # The first compilation's; later ones use a copy, because compilation changes the graph,
+        # and fake inputs, because real ones would be held.
+        self.first: tuple[fx.GraphModule, Sequence[Any]] | None = (gm, example_inputs)
+        self.again = copied_module(gm)
+        self.ambient = _Ambient.now()
+
+    def compile(self, assignment: Assignment) -> tuple[Callable[..., Any], Planned | None]:
+        """Compile for an assignment."""
+        session = _Session(self.options, self.graph, assignment)
+        compiler = _compile_eager if self.options.compiler == "eager" else _compile_inductor
+        if self.first is not None:
+            gm, example_inputs = self.first
+            self.first = None
+            return compiler(gm, example_inputs, session), session.planned()
+        gm = copied_module(self.again)
+        inputs = [n.meta.get("example_value") for n in placeholders(gm)]
+        with self.ambient.restored(), tracing(self.context):
+            return compiler(gm, inputs, session), session.planned()
+
+
+@dataclass(frozen=True)
+class _Ambient:
+    """The modes around a compilation that decide what is traced."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @staticmethod
+    def now() -> _Ambient:
+        return _Ambient(
+            torch.is_grad_enabled(),
+            tuple(
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in ("cpu", "cuda")
+            ),
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            yield
 
 
 # --- planning, the same for both compilers ------------------------------------------------------
@@ -89,10 +159,19 @@ class _Session:
     """What one call of `dtr` knows, from the partitioner to the last graph compiled."""
 
     options: Options
+    graph: int
+    assignment: Assignment
     captured: Captured | None = None
     outcome: Outcome | None = None
+    available_bytes: int | None = None
     graphs: list[fx.GraphModule] = field(default_factory=list)
     wrappers: list[Wrapper] = field(default_factory=list)
+
+    def planned(self) -> Planned | None:
+        """For the ledger; None where there was nothing to plan."""
+        if self.captured is None or self.outcome is None:
+            return None
+        return Planned.of(self.captured, self.outcome, self.assignment, self.available_bytes)
 
 
 _SESSION: ContextVar[_Session | None] = ContextVar("dtrcompile_session", default=None)
@@ -119,16 +198,16 @@ def _plan(
         cost_model=make_cost_model(options.cost_model, device),
     )
     capture_s = time.perf_counter() - start
-    planner = make_planner(
-        options.planner, **({} if options.heuristic is None else {"heuristic": options.heuristic})
-    )
+    planner = make_planner(options.planner, **options.planner_options())
     is_inductor = options.compiler == "inductor"
     model: MemoryModel = InductorModel(static) if is_inductor else RefereeModel()
-    available = _available_bytes(captured)
+    available = session.available_bytes = _available_bytes(captured)
     outcome = fit(
         captured,
         planner,
-        lambda baseline_bytes: options.resolve_budget_bytes(baseline_bytes, available),
+        lambda baseline: session.assignment.terms(
+            baseline, options.resolve_budget_bytes(baseline.peak_bytes, available)
+        ),
         model,
         always_emit=not is_inductor,
     )
@@ -167,7 +246,7 @@ def _report(session: _Session, device: torch.device, capture_s: float) -> None:
         plan, stats, measured = chosen.plan, chosen.stats, chosen.measured
     add_report(
         CompileReport(
-            graph=next_graph_index(),
+            graph=session.graph,
             kind="inference" if captured.backward is None else "training",
             compiler=options.compiler,
             device=str(device),
@@ -184,6 +263,8 @@ def _report(session: _Session, device: torch.device, capture_s: float) -> None:
             planner=plan.planner,
             planning_s=capture_s + outcome.planning_s,
             lowering_s=outcome.lowering_s,
+            outside_bytes=outcome.rest.outside_bytes,
+            notes=(session.assignment.note,) if session.assignment.note else (),
         )
     )
 
@@ -205,7 +286,7 @@ class DTRPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split ``gm`` by default, then replace the split by a plan's graphs if need be."""
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        session = _SESSION.get() or _Session(self.options)
+        session = _SESSION.get() or _Session(self.options, next_graph_index(), Assignment())
         outcome = _plan(
             session,
             forward,
@@ -226,9 +307,9 @@ class DTRPartitioner(CustomPartitionerFn):
 
 
 def _compile_inductor(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+    gm: fx.GraphModule, example_inputs: Sequence[Any], session: _Session
 ) -> Callable[..., Any]:
-    session = _Session(options)
+    options = session.options
     patches = _inductor_patches(options)
     patches["custom_partitioner_fn"] = DTRPartitioner(options)
     token = _SESSION.set(session)
@@ -317,8 +398,10 @@ def _check_final(
         session.wrappers[0],
         (lambda _: session.wrappers[1]) if is_backward else None,
     )
-    promised = (outcome.chosen.measured if outcome.chosen else outcome.baseline_measured).peak_bytes
+    promised = outcome.measured.peak_bytes
     budget_bytes = outcome.budget_bytes
+    if budget_bytes is not None:
+        budget_bytes -= outcome.rest.outside_bytes
     allowed = promised if budget_bytes is None else max(budget_bytes, promised)
     log.debug(
         "final schedule %s, promised %s", format_bytes(schedule.peak_bytes), format_bytes(promised)
@@ -336,9 +419,9 @@ def _check_final(
 
 
 def _compile_eager(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+    gm: fx.GraphModule, example_inputs: Sequence[Any], session: _Session
 ) -> Callable[..., Any]:
-    session = _Session(options)
+    options = session.options
 
     def partition(
         joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any

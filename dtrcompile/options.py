@@ -328,6 +328,10 @@ class Options:
         """A new dict of Inductor's configuration patches, the mode left out."""
         return {name: _thaw(value) for name, value in self.inductor if name != "mode"}
 
+    def planner_options(self) -> dict[str, Any]:
+        """What `passes.planners.make_planner` takes beside the name."""
+        return {} if self.heuristic is None else {"heuristic": self.heuristic}
+
     def cache_key(self) -> str:
         """Equal for equal options, in any process; covers every option."""
         parts = []

@@ -45,6 +45,8 @@ class CompileReport:
         planner: what made the plan.
         planning_s: seconds spent on planning.
         lowering_s: seconds spent on looking at the compiler's schedule for the plan.
+        outside_bytes: what other graphs of the step hold beside this one; the budget is the whole
+            step's, the peaks are this graph's.
         notes: what else the user should know.
     """
 
@@ -65,6 +67,7 @@ class CompileReport:
     planner: str = ""
     planning_s: float = 0.0
     lowering_s: float = 0.0
+    outside_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -97,6 +100,8 @@ class CompileReport:
             ("recomputed", self._recomputed_text()),
             ("planner", f"{self.planner or '-'}, {self.planning_s:.2f} s"),
         ]
+        if self.outside_bytes:
+            rows.append(("other graphs hold", format_bytes(self.outside_bytes)))
         if self.lowering_s:
             rows.append(("schedule check", f"{self.lowering_s:.2f} s"))
         rows += [("note", note) for note in self.notes]
@@ -169,7 +174,11 @@ def next_graph_index() -> int:
 
 
 def add_report(report: CompileReport) -> None:
-    """Keep ``report`` for `reports`, and log it."""
+    """Keep ``report`` for `reports`, in place of an earlier one of the same graph, and log it."""
     with _store.lock:
-        _store.reports.append(report)
+        earlier = [r.graph for r in _store.reports]
+        if report.graph in earlier:
+            _store.reports[earlier.index(report.graph)] = report
+        else:
+            _store.reports.append(report)
     logger.info("%s", report)

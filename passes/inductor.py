@@ -122,7 +122,13 @@ class InductorModel(MemoryModel):
             with planned_config():
                 schedule = self._schedule(captured, graphs)
         return Measured(
-            schedule.peak_bytes, schedule.peak_label, schedule.split, schedule.saved_bytes
+            schedule.peak_bytes,
+            schedule.peak_label,
+            schedule.split,
+            schedule.forward_peak_bytes,
+            schedule.backward_peak_bytes,
+            schedule.boundary_bytes,
+            schedule.saved_bytes,
         )
 
     def _schedule(self, captured: Captured, graphs: Sequence[fx.GraphModule]) -> Schedule:

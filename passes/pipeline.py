@@ -23,6 +23,7 @@ from dtrcompile.passes.planners import minimum_plan
 from dtrcompile.passes.planners.base import Planner, keep_all
 from dtrcompile.passes.program import Program, StorageKind
 from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
+from dtrcompile.passes.sharing import ALONE, GraphBytes, Rest, with_rest, without_rest
 from dtrcompile.passes.tighten import tighten
 from dtrcompile.passes.verify import verify_emitted
 
@@ -42,13 +43,32 @@ class Measured:
         peak_bytes: the most at any moment.
         peak_at: what was being computed or allocated there.
         split: bytes at the peak by the report's categories.
+        forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
+        boundary_bytes: held when forward has returned: constants, saved tensors, outputs.
         saved_bytes: held between forward and backward.
     """
 
     peak_bytes: int
     peak_at: str
     split: dict[str, int]
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    boundary_bytes: int
     saved_bytes: int
+
+    def peak_with(self, rest: Rest) -> int:
+        """As `GraphBytes.peak_with`."""
+        return self.graph_bytes(0, 0).peak_with(rest)
+
+    def graph_bytes(self, constant_bytes: int, gradient_bytes: int) -> GraphBytes:
+        """For the account of a step of several graphs."""
+        return GraphBytes(
+            constant_bytes,
+            self.forward_peak_bytes,
+            self.backward_peak_bytes,
+            self.boundary_bytes,
+            gradient_bytes,
+        )
 
 
 class MemoryModel(ABC):
@@ -80,6 +100,9 @@ class RefereeModel(MemoryModel):
                 "gradients": split.get("gradient", 0),
                 "outputs": split.get("output", 0),
             },
+            stats.forward_peak_bytes,
+            stats.backward_peak_bytes,
+            stats.boundary_bytes,
             stats.saved_bytes,
         )
 
@@ -100,6 +123,7 @@ class Outcome:
     """What to compile.
 
     Attributes:
+        rest: the other graphs of the step.
         chosen: the plan to compile, or None: the default split fits as it is.
         baseline: the default split's plan (each operator once).
         baseline_measured: what the default split holds.
@@ -107,6 +131,7 @@ class Outcome:
         planning_s, lowering_s: seconds spent planning and measuring.
     """
 
+    rest: Rest
     chosen: Candidate | None
     baseline: tuple[Plan, MemoryTimeline, PlanStats]
     baseline_measured: Measured
@@ -114,11 +139,31 @@ class Outcome:
     planning_s: float
     lowering_s: float
 
+    @property
+    def measured(self) -> Measured:
+        """What will be compiled holds."""
+        return self.baseline_measured if self.chosen is None else self.chosen.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a graph has to keep to.
+
+    Attributes:
+        budget_bytes: of the whole step; None for the smallest.
+        rest: the other graphs of the step; what they hold beside this one comes off the budget.
+        limit_bytes: where the smallest is asked for, the most that it may be.
+    """
+
+    budget_bytes: int | None
+    rest: Rest = ALONE
+    limit_bytes: int | None = None
+
 
 def fit(
     captured: Captured,
     planner: Planner,
-    resolve_budget: Callable[[int], int | None],
+    terms: Callable[[Measured], Terms],
     model: MemoryModel,
     *,
     always_emit: bool = False,
@@ -126,32 +171,39 @@ def fit(
     """Find the cheapest graphs that stay within the budget.
 
     Args:
-        resolve_budget: measured baseline peak in bytes -> budget in bytes, None for the smallest.
+        terms: what the default split holds -> what to keep to.
         always_emit: emit the baseline too, where it fits (the eager executor runs nothing else).
 
     Raises:
         InfeasibleBudgetError: naming the smallest budget that can be met.
     """
-    return _Fit(captured, planner, model).run(resolve_budget, always_emit)
+    return _Fit(captured, planner, model).run(terms, always_emit)
 
 
 class _Fit:
+    """Bytes here are the graph's own: what is outside is taken off the budget beforehand."""
+
     def __init__(self, captured: Captured, planner: Planner, model: MemoryModel) -> None:
         self.captured = captured
         self.program = captured.program
+        self.rest = ALONE
+        self.planned = captured.program  # what the planner sees: the rest of the step included
         self.planner = planner
         self.model = model
         self.planning_s = 0.0
         self.lowering_s = 0.0
         self.candidates: dict[Plan, Candidate] = {}
 
-    def run(self, resolve_budget: Callable[[int], int | None], always_emit: bool) -> Outcome:
+    def run(self, terms: Callable[[Measured], Terms], always_emit: bool) -> Outcome:
         plan = keep_all(self.program)
         timeline, stats = replay(self.program, plan)
         start = time.perf_counter()
         measured = self.model.measure(self.captured, None, stats)
         self.lowering_s += time.perf_counter() - start
-        budget_bytes = resolve_budget(measured.peak_bytes)
+        agreed = terms(measured)
+        budget_bytes, self.rest = agreed.budget_bytes, agreed.rest
+        self.planned = with_rest(self.program, self.rest)
+        own_bytes = None if budget_bytes is None else budget_bytes - self.rest.outside_bytes
         log.debug(
             "baseline: planned %s, measured %s; budget %s",
             format_bytes(stats.peak_bytes),
@@ -160,15 +212,23 @@ class _Fit:
         )
 
         chosen: Candidate | None = None
-        if budget_bytes is None:
+        peak_bytes = measured.peak_with(self.rest)
+        if own_bytes is None:
             chosen = self.smallest()
-            if chosen.measured.peak_bytes >= measured.peak_bytes:
+            if self.peak(chosen) >= peak_bytes:
                 chosen = None
-        elif measured.peak_bytes > budget_bytes:
-            chosen = self.cheapest_within(budget_bytes, stats.peak_bytes, measured)
+            held = measured if chosen is None else chosen.measured
+            if agreed.limit_bytes is not None:
+                own_bytes = agreed.limit_bytes - self.rest.outside_bytes
+                if held.peak_bytes > own_bytes:
+                    raise self.infeasible(own_bytes, self.smallest(), held.peak_bytes)
+        elif peak_bytes > own_bytes:
+            planned_bytes = replay(self.planned, keep_all(self.planned))[1].peak_bytes
+            chosen = self.cheapest_within(own_bytes, planned_bytes, peak_bytes)
         if chosen is None and always_emit:
             chosen = self.try_plan(plan)
         return Outcome(
+            self.rest,
             chosen,
             (plan, timeline, stats),
             measured,
@@ -177,9 +237,13 @@ class _Fit:
             self.lowering_s,
         )
 
+    def peak(self, candidate: Candidate) -> int:
+        """What counts against the budget."""
+        return candidate.measured.peak_with(self.rest)
+
     def try_plan(self, plan: Plan) -> Candidate:
         """Emit, verify and measure a plan, once."""
-        plan = tighten(self.program, plan)
+        plan = tighten(self.program, without_rest(plan, self.program))
         if plan not in self.candidates:
             timeline, stats = replay(self.program, plan)
             emitted = emit(self.captured, plan)
@@ -201,7 +265,7 @@ class _Fit:
         """The planner's answer for a target, None where it has none."""
         start = time.perf_counter()
         try:
-            plan = self.planner.plan(self.program, target_bytes)
+            plan = self.planner.plan(self.planned, target_bytes)
         except InfeasibleBudgetError:
             return None
         finally:
@@ -209,12 +273,12 @@ class _Fit:
         return self.try_plan(plan)
 
     def cheapest_within(
-        self, budget_bytes: int, baseline_planned_bytes: int, baseline: Measured
+        self, budget_bytes: int, baseline_planned_bytes: int, baseline_bytes: int
     ) -> Candidate:
         """The least compute whose measured peak is within the budget."""
         # Where the compiler's baseline lies above the referee's, its plans are likely to as well.
         # (Where it lies below, by in-place updates at the peak, plans rarely keep the gain.)
-        target = budget_bytes * baseline_planned_bytes // max(baseline.peak_bytes, 1)
+        target = budget_bytes * baseline_planned_bytes // max(baseline_bytes, 1)
         target = min(target, budget_bytes, baseline_planned_bytes - 1)
         best: Candidate | None = None
         low, high = 0, baseline_planned_bytes  # targets known to fit, known not to
@@ -222,7 +286,7 @@ class _Fit:
             candidate = self.plan_for(target)
             if candidate is None:
                 break
-            peak = candidate.measured.peak_bytes
+            peak = self.peak(candidate)
             if peak <= budget_bytes:
                 low = max(low, target)
                 if best is None or candidate.stats.cost_ns < best.stats.cost_ns:
@@ -240,10 +304,10 @@ class _Fit:
         if best is not None:
             return best
         smallest = self.smallest()
-        if smallest.measured.peak_bytes > budget_bytes:
-            raise self.infeasible(budget_bytes, smallest)
+        if self.peak(smallest) > budget_bytes:
+            raise self.infeasible(budget_bytes, smallest, self.peak(smallest))
         return min(
-            (c for c in self.candidates.values() if c.measured.peak_bytes <= budget_bytes),
+            (c for c in self.candidates.values() if self.peak(c) <= budget_bytes),
             key=lambda c: c.stats.cost_ns,
         )
 
@@ -254,26 +318,34 @@ class _Fit:
         it is asked for.
         """
         start = time.perf_counter()
-        plan = minimum_plan(self.program, self.planner)
+        plan = minimum_plan(self.planned, self.planner)
         self.planning_s += time.perf_counter() - start
         minimum = self.try_plan(plan)
         tried = [minimum]
-        if minimum.measured.peak_bytes <= minimum.stats.peak_bytes * 102 // 100:
+        planned_bytes = max(
+            minimum.stats.peak_bytes,
+            minimum.stats.boundary_bytes + self.rest.between_bytes
+            if self.rest.between_bytes
+            else 0,
+        )
+        if self.peak(minimum) <= planned_bytes * 102 // 100:
             return minimum  # nothing lost between plan and schedule, so nothing to win
         for percent in (104, 112):
-            candidate = self.plan_for(minimum.stats.peak_bytes * percent // 100)
+            candidate = self.plan_for(planned_bytes * percent // 100)
             if candidate is not None:
                 tried.append(candidate)
-        return min(tried, key=lambda c: (c.measured.peak_bytes, c.stats.cost_ns))
+        return min(tried, key=lambda c: (self.peak(c), c.stats.cost_ns))
 
-    def infeasible(self, budget_bytes: int, smallest: Candidate) -> InfeasibleBudgetError:
+    def infeasible(
+        self, budget_bytes: int, smallest: Candidate, minimum_bytes: int
+    ) -> InfeasibleBudgetError:
         resident = sorted(
             (self.program.storages[s] for s in smallest.timeline.peak_resident),
             key=lambda s: (-s.size_bytes, s.id),
         )
         return InfeasibleBudgetError(
-            budget_bytes,
-            minimum_bytes=smallest.measured.peak_bytes,
+            budget_bytes + self.rest.outside_bytes,
+            minimum_bytes=minimum_bytes + self.rest.outside_bytes,
             operator=smallest.stats.peak_operator,
             largest=[(s.name, s.size_bytes) for s in resident[:5]],
         )

@@ -52,6 +52,8 @@ class PlanStats:
         cost_ns: all computations.
         baseline_cost_ns: each operator once.
         recomputed: operator id -> number of extra runs, only where there is one.
+        forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
+        boundary_bytes: everything resident when forward has returned, before the tangents come.
         saved_bytes: intermediates resident at the boundary.
         peak_operator: name of the operator at the peak, "" where it is not an operator.
         peak_split: bytes at the peak by `StorageKind` value, plus "saved" (intermediates that were
@@ -62,6 +64,9 @@ class PlanStats:
     cost_ns: int
     baseline_cost_ns: int
     recomputed: dict[int, int]
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    boundary_bytes: int
     saved_bytes: int
     peak_operator: str
     peak_split: dict[str, int]
@@ -128,6 +133,7 @@ class _Replay:
     def run(self) -> tuple[MemoryTimeline, PlanStats]:
         program = self.program
         start_bytes = peak_bytes = self.live_bytes
+        forward_peak_bytes, backward_peak_bytes, boundary_bytes = start_bytes, 0, 0
         peak_step, peak_resident = -1, frozenset(self.resident)
         peak_in_backward, peak_operator, peak_workspace = False, "", 0
         during, after = [], []
@@ -142,8 +148,13 @@ class _Replay:
                 case Free(s):
                     self.free(s)
                 case Boundary():
+                    boundary_bytes = self.live_bytes
                     self.boundary()
                     at_step = self.live_bytes
+            if self.in_backward:
+                backward_peak_bytes = max(backward_peak_bytes, at_step)
+            else:
+                forward_peak_bytes = max(forward_peak_bytes, at_step)
             if at_step > peak_bytes:
                 peak_bytes, peak_step = at_step, self.index
                 peak_resident = frozenset(self.resident)
@@ -152,6 +163,8 @@ class _Replay:
             during.append(at_step)
             after.append(self.live_bytes)
         self.finish()
+        if program.boundary is None:
+            boundary_bytes = self.live_bytes
 
         split: Counter[str] = Counter()
         for s in peak_resident:
@@ -171,6 +184,9 @@ class _Replay:
                 cost_ns=cost_ns,
                 baseline_cost_ns=program.cost_ns,
                 recomputed={o: n - 1 for o, n in sorted(self.runs.items()) if n > 1},
+                forward_peak_bytes=forward_peak_bytes,
+                backward_peak_bytes=backward_peak_bytes,
+                boundary_bytes=boundary_bytes,
                 saved_bytes=sum(
                     program.storages[s].size_bytes
                     for s in self.saved

@@ -87,10 +87,7 @@ def lower(
         if key in _LOWERED:
             _LOWERED.move_to_end(key)
             return _LOWERED[key]
-    copy = fx.GraphModule(gm, _copied(gm.graph))
-    copy.meta = dict(gm.meta)
-    shape_env = getattr(gm, "shape_env", None)
-    copy.shape_env = shape_env  # type: ignore[assignment]
+    copy = copied_module(gm)
     graph_kwargs: Any = {
         "cudagraphs": BoxedBool(False),
         "static_input_idxs": tuple(static_input_indices),
@@ -157,14 +154,22 @@ def _lowering_key(gm: fx.GraphModule, example_inputs: Sequence[object], rest: ob
     return digest.hexdigest()
 
 
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
+def copied_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph may be changed; tensors that the module holds are shared."""
+    graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    result = copied.graph_copy(graph, env)
-    (old,) = graph.find_nodes(op="output")
-    out = copied.output(result)
+    result = graph.graph_copy(gm.graph, env)
+    (old,) = gm.graph.find_nodes(op="output")
+    out = graph.output(result)
     out.meta = dict(old.meta)
-    return copied
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if hasattr(node, "_dynamo_source"):
+            env[node]._dynamo_source = node._dynamo_source
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    if hasattr(gm, "shape_env"):
+        copy.shape_env = gm.shape_env
+    return copy
 
 
 # --- running a wrapper on fake tensors ------------------------------------------------------------
@@ -397,7 +402,8 @@ class Schedule:
         peak_bytes: the most at any moment of forward and backward.
         peak_label: the allocation at the peak.
         split: bytes at the peak by the report's categories.
-        forward_peak_bytes, backward_peak_bytes: of each phase.
+        forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
+        boundary_bytes: what is live when forward has returned.
         saved_bytes: allocated by forward for backward, user outputs left out.
     """
 
@@ -406,6 +412,7 @@ class Schedule:
     split: dict[str, int]
     forward_peak_bytes: int
     backward_peak_bytes: int
+    boundary_bytes: int
     saved_bytes: int
 
 
@@ -453,6 +460,9 @@ def replay_schedule(
     are_outputs, are_saved = ledger.serials(user_outputs), ledger.serials(saved)
     are_saved -= are_outputs
     saved_bytes = sum(a.size_bytes for a in ledger.live.values() if a.serial in are_saved)
+    boundary_bytes = ledger.base_bytes + sum(
+        a.size_bytes for a in ledger.live.values() if not a.storage.expired()
+    )
     are_gradients: set[int] = set()
     backward_peak_bytes = 0
     in_forward_peak, forward_label = ledger.peak_live, ledger.peak_label
@@ -495,6 +505,7 @@ def replay_schedule(
         split=split,
         forward_peak_bytes=forward_peak_bytes,
         backward_peak_bytes=backward_peak_bytes,
+        boundary_bytes=boundary_bytes,
         saved_bytes=saved_bytes,
     )
 

@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
 # --- Inductor: lowering, scheduling, compilation ------------------------------------------------
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.choices import InductorChoices

@@ -21,6 +21,9 @@ import dtrcompile
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 os.environ.pop("DTRCOMPILE_BUDGET", None)
+# Workers side by side take a core each: threads that wait for one another would cost more.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
     "default",

@@ -1,0 +1,507 @@
+"""One budget, several graphs: what each graph of a training step is compiled with.
+
+A graph break, DDP's buckets or a second compiled module make several graphs of one step, and a
+`Ledger` (one for each set of options) shares the budget out among them (`passes.sharing`):
+
+* while the first step runs, graphs are compiled one by one, and what comes later is not known.  A
+  graph that others follow is compiled to save as little as it can, unless it is small; one that
+  ends the step gets what the earlier ones leave;
+* when the first step is over, the order is known and so is what each graph needs: the graphs are
+  planned and compiled again, once.
+
+A step is over when a graph is called and no graph waits for its backward any more.  If graphs of a
+step had run before it was known that others follow, the next step is the one that is looked at.  A
+model that is one graph is compiled once, and costs one look at its outputs a call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from dtrcompile.options import BudgetKind, Options
+from dtrcompile.passes.capture import Captured, output_arguments
+from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.pipeline import Measured, Outcome, Terms, placeholders
+from dtrcompile.passes.plan import Plan
+from dtrcompile.passes.planners import keep_all, make_planner, minimum_plan
+from dtrcompile.passes.planners.base import Planner
+from dtrcompile.passes.program import Program, StorageKind
+from dtrcompile.passes.replay import replay
+from dtrcompile.passes.sharing import (
+    Demand,
+    GraphBytes,
+    Rest,
+    rest_of,
+    share,
+    step_peak_bytes,
+    with_rest,
+    without_rest,
+)
+from dtrcompile.passes.torch_private import FakeTensor
+
+log = logging.getLogger("dtrcompile")
+
+# A graph that others follow keeps its default split in the first step if that takes no more than
+# this part of what is left, so that an ample budget costs no second compile.
+_SMALL = 1 / 8
+# Times that a share is lowered when the measured graphs turn out larger than the planned ones.
+_MOST_TRIES = 4
+_LESS = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a graph was told when it was last compiled.
+
+    Attributes:
+        budget_bytes: of the step, None: resolve the options' for this graph.
+        rest: the other graphs.
+        more_follow: other graphs will run between this one's forward and backward, which ones is
+            not known yet.
+        is_share_of_unknown: the budget is a share of the whole step's peak, which is not known yet.
+        note: for the report.
+    """
+
+    budget_bytes: int | None = None
+    rest: Rest = field(default_factory=Rest)
+    more_follow: bool = False
+    is_share_of_unknown: bool = False
+    note: str = ""
+
+    def terms(self, measured: Measured, budget_bytes: int | None) -> Terms:
+        """The terms of a graph whose default split holds ``measured``.
+
+        Args:
+            budget_bytes: what the options come to for this graph; None for the smallest.
+        """
+        if self.budget_bytes is not None:
+            budget_bytes = self.budget_bytes
+        if self.is_share_of_unknown:
+            between = measured.peak_bytes if self.more_follow else 0
+            return Terms(None, Rest(between_bytes=between))
+        if not self.more_follow:
+            return Terms(budget_bytes, self.rest)
+        outside = self.rest.outside_bytes
+        own_bytes = measured.peak_bytes - _constants(measured)
+        if budget_bytes is not None and own_bytes <= _SMALL * (budget_bytes - outside):
+            return Terms(budget_bytes, self.rest)
+        # More than its own peak between forward and backward: so what is saved is what counts.
+        return Terms(None, Rest(outside, measured.peak_bytes), limit_bytes=budget_bytes)
+
+
+def _constants(measured: Measured) -> int:
+    return measured.split.get("parameters", 0) + measured.split.get("inputs", 0)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the ledger knows of a compiled graph."""
+
+    program: Program
+    assignment: Assignment
+    available_bytes: int | None
+    baseline: GraphBytes
+    chosen: GraphBytes
+    is_default: bool
+
+    @staticmethod
+    def of(
+        captured: Captured,
+        outcome: Outcome,
+        assignment: Assignment,
+        available_bytes: int | None,
+    ) -> Planned:
+        """From what the compilation found."""
+        constant_bytes = captured.program.constant_bytes
+        gradient_bytes = _parameter_gradient_bytes(captured)
+        return Planned(
+            captured.program,
+            assignment,
+            available_bytes,
+            outcome.baseline_measured.graph_bytes(constant_bytes, gradient_bytes),
+            outcome.measured.graph_bytes(constant_bytes, gradient_bytes),
+            outcome.chosen is None,
+        )
+
+    def planned_bytes(self, plan: Plan) -> GraphBytes:
+        """What another plan, made of the program with the rest of a step, holds."""
+        stats = replay(self.program, without_rest(plan, self.program))[1]
+        return GraphBytes(
+            self.program.constant_bytes,
+            stats.forward_peak_bytes,
+            stats.backward_peak_bytes,
+            stats.boundary_bytes,
+            self.chosen.gradient_bytes,
+        )
+
+
+def _parameter_gradient_bytes(captured: Captured) -> int:
+    """Bytes of the gradients that stay after backward: those of parameters."""
+    if captured.backward is None:
+        return 0
+    program = captured.program
+    # Backward returns one gradient for each input of forward.
+    storages = {
+        captured.storage_of.get(captured.owner(gradient))
+        for primal, gradient in zip(
+            placeholders(captured.forward), output_arguments(captured.backward), strict=False
+        )
+        if isinstance(gradient, fx.Node)
+        and (s := captured.storage_of.get(primal)) is not None
+        and program.storages[s].kind is StorageKind.PARAMETER
+    }
+    return sum(program.storages[s].size_bytes for s in storages if s is not None)
+
+
+Compile = Callable[[Assignment], tuple[Callable[..., Any], Planned | None]]
+
+
+class SharedGraph:
+    """The callable that Dynamo runs: a compiled graph that can be compiled again."""
+
+    def __init__(self, ledger: Ledger, compile_with: Compile, more_follow: bool) -> None:
+        self.ledger = ledger
+        self.compile_with = compile_with
+        self.waiting: list[weakref.ref[Any]] = []
+        assignment = ledger.first_assignment(more_follow)
+        self.function, self.planned = compile_with(assignment)
+        ledger.add(self)
+
+    def __call__(self, *args: Any) -> Any:
+        ledger = self.ledger
+        if ledger.observing:
+            ledger.before_call()
+        result = self.function(*args)
+        node = _backward_node(result)
+        if node is not None:
+            if len(self.waiting) > 8:
+                self.waiting = [w for w in self.waiting if _waits(w)]
+            self.waiting.append(weakref.ref(node))
+        if ledger.observing:
+            ledger.after_call(self, args, result)
+        return result
+
+    def compile_again(self, assignment: Assignment) -> None:
+        """Replace the compiled code; used from the next call on.
+
+        Raises:
+            InfeasibleBudgetError: then the old code stays.
+        """
+        self.function, self.planned = self.compile_with(assignment)
+
+    def waiting_calls(self) -> int:
+        """Calls whose backward is still to come."""
+        self.waiting = [w for w in self.waiting if _waits(w)]
+        return len(self.waiting)
+
+
+def _backward_node(result: Any) -> Any:
+    """The autograd node of a compiled graph's outputs, None without one."""
+    if not torch.is_grad_enabled():
+        return None
+    for output in result if isinstance(result, (tuple, list)) else (result,):
+        node = output.grad_fn if isinstance(output, torch.Tensor) else None
+        # An output that is a view is made from the compiled function's by autograd.
+        while node is not None and not hasattr(node, "saved_tensors"):
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None:
+            return node
+    return None
+
+
+def _waits(reference: weakref.ref[Any]) -> bool:
+    """Whether a node still holds its saved tensors: it lives, and backward has not run."""
+    node = reference()
+    if node is None:
+        return False
+    try:
+        return node.saved_tensors is not None
+    except RuntimeError:
+        return False
+
+
+@dataclass(frozen=True)
+class _Call:
+    graph: SharedGraph
+    inputs: dict[int, int]
+    outputs: dict[int, int]
+
+
+class Ledger:
+    """The graphs of one set of options, and who may hold how much."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.lock = threading.RLock()
+        self.graphs: list[weakref.ref[SharedGraph]] = []
+        self.calls: list[_Call] = []
+        self.observing = False
+        self.refusal: InfeasibleBudgetError | None = None
+        self.is_partial = False  # the step being observed had begun before
+
+    # While the first step runs
+
+    def first_assignment(self, more_follow: bool) -> Assignment:
+        """For a graph that is compiled now, while others may wait for their backward."""
+        outside = 0
+        waiting = 0
+        for graph in self._alive():
+            planned = graph.planned
+            n = graph.waiting_calls()
+            if n and planned is not None:
+                outside += n * planned.chosen.kept_bytes + planned.chosen.constant_bytes
+                waiting += n
+        if self.options.budget.kind is BudgetKind.SHARE and (waiting or more_follow):
+            note = "one of several graphs of the step: as small as can be until all are known"
+            return Assignment(more_follow=more_follow, is_share_of_unknown=True, note=note)
+        note = ""
+        if waiting:
+            note = f"{waiting} earlier graph(s) of the step hold {format_bytes(outside)}"
+        if more_follow:
+            note = f"{note}; more graphs follow".lstrip("; ")
+        return Assignment(rest=Rest(outside_bytes=outside), more_follow=more_follow, note=note)
+
+    def add(self, graph: SharedGraph) -> None:
+        """A graph was compiled."""
+        with self.lock:
+            self.graphs = [g for g in self.graphs if g() is not None]
+            self.graphs.append(weakref.ref(graph))
+            assignment = graph.planned.assignment if graph.planned is not None else Assignment()
+            others_wait = any(g.waiting_calls() for g in self._alive())
+            if (assignment.more_follow or others_wait) and not self.observing:
+                self.observing, self.is_partial = True, others_wait
+
+    def _alive(self) -> list[SharedGraph]:
+        return [graph for g in self.graphs if (graph := g()) is not None]
+
+    def before_call(self) -> None:
+        """A graph is about to be called: is the step before it over?"""
+        with self.lock:
+            if self.refusal is not None:
+                raise self.refusal
+            if self.calls and not any(g.waiting_calls() for g in self._alive()):
+                calls, self.calls = self.calls, []
+                if self.is_partial:
+                    self.is_partial = False
+                    return
+                self.observing = False
+                try:
+                    self.settle(calls)
+                except InfeasibleBudgetError as refusal:
+                    # Again at every call: the step must not run over its budget later on.
+                    self.observing, self.refusal = True, refusal
+                    raise
+
+    def after_call(self, graph: SharedGraph, args: Sequence[Any], result: Any) -> None:
+        """Remember the call, as one of the step's."""
+        with self.lock:
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            self.calls.append(_Call(graph, _storages(args), _storages(results)))
+
+    # When it is over
+
+    def settle(self, calls: Sequence[_Call]) -> None:
+        """Plan the graphs of a step together, and compile them again where that changes anything.
+
+        Raises:
+            InfeasibleBudgetError: if the step does not fit.
+        """
+        sequence = [c.graph for c in calls if c.graph.planned is not None]
+        graphs = list(dict.fromkeys(sequence))
+        if len(sequence) < 2 and not any(
+            (a := _of(g).assignment).more_follow or a.is_share_of_unknown for g in graphs
+        ):
+            return
+        step = _Step(
+            graphs, [graphs.index(g) for g in sequence], _external_bytes(calls), self.options
+        )
+        baseline_bytes = step.peak([_of(g).baseline for g in graphs])
+        budget_bytes = self.options.resolve_budget_bytes(
+            baseline_bytes, _of(graphs[0]).available_bytes
+        )
+        if budget_bytes is None:
+            return  # the graphs save as little as they can already
+        step.compile_within(budget_bytes)
+
+
+def _of(graph: SharedGraph) -> Planned:
+    assert graph.planned is not None
+    return graph.planned
+
+
+def _storages(values: Sequence[Any]) -> dict[int, int]:
+    """Address -> bytes of the storages of tensors; no tensor is held."""
+    return {
+        v.untyped_storage().data_ptr(): v.untyped_storage().nbytes()
+        for v in values
+        if isinstance(v, torch.Tensor)
+        and v.layout is torch.strided
+        and not isinstance(v, FakeTensor)
+    }
+
+
+def _external_bytes(calls: Sequence[_Call]) -> int:
+    """Inputs of all calls, each storage once, without what the calls hand on to one another."""
+    inputs: dict[int, int] = {}
+    for call in calls:
+        inputs.update(call.inputs)
+    for call in calls:
+        for address in call.outputs:
+            inputs.pop(address, None)
+    return sum(inputs.values())
+
+
+class _Step:
+    """The graphs of one step, and what they hold together."""
+
+    def __init__(
+        self, graphs: list[SharedGraph], sequence: list[int], external_bytes: int, options: Options
+    ) -> None:
+        self.graphs = graphs
+        self.sequence = sequence
+        self.external_bytes = external_bytes
+        planner: Planner = make_planner(options.planner, **options.planner_options())
+        # To find who may keep what; the compilation plans with all candidates.
+        self.quick = planner.for_minimum()
+
+    def peak(self, held: Sequence[GraphBytes]) -> int:
+        return step_peak_bytes([held[i] for i in self.sequence], self.external_bytes)
+
+    def rest(self, held: Sequence[GraphBytes], i: int) -> Rest:
+        """What graph ``i`` sees of the others; the strictest, where it runs several times."""
+        in_order = [held[j] for j in self.sequence]
+        rests = [
+            rest_of(in_order, k, self.external_bytes) for k, j in enumerate(self.sequence) if j == i
+        ]
+        outside = max(r.outside_bytes for r in rests)
+        waiting = max(r.outside_bytes + r.between_bytes for r in rests)
+        backward = max(r.outside_bytes + r.gradient_bytes for r in rests)
+        return Rest(outside, waiting - outside, backward - outside)
+
+    def compile_within(self, budget_bytes: int) -> None:
+        """Compile every graph for the step's budget."""
+        demands = [self.demand(i) for i in range(len(self.graphs))]
+        # What the first step ran with: the least that can be saved.
+        possible_bytes = self.peak([_of(g).chosen for g in self.graphs])
+        scale = 1.0
+        for attempt in range(_MOST_TRIES):
+            planned = self.shared(demands, scale, budget_bytes)
+            last = attempt == _MOST_TRIES - 1 or planned is None
+            if planned is None:
+                planned = [self.least(i) for i in range(len(self.graphs))]
+            try:
+                self.compile_all(planned, budget_bytes)
+            except InfeasibleBudgetError as refusal:
+                if last:
+                    minimum = possible_bytes if possible_bytes > budget_bytes else None
+                    raise InfeasibleBudgetError(
+                        budget_bytes, minimum_bytes=minimum, operator=refusal.operator
+                    ) from refusal
+            else:
+                return
+            scale *= _LESS
+
+    def shared(
+        self, demands: Sequence[Demand], scale: float, budget_bytes: int
+    ) -> list[GraphBytes] | None:
+        """The plans at the largest share that fits, quotas multiplied by ``scale``."""
+
+        def fit(quotas: Sequence[int]) -> list[GraphBytes] | None:
+            return self.plan([int(q * scale) for q in quotas], budget_bytes)
+
+        return share(demands, fit)
+
+    def demand(self, i: int) -> Demand:
+        return Demand(self.least(i).kept_bytes, _of(self.graphs[i]).baseline.kept_bytes)
+
+    def least(self, i: int) -> GraphBytes:
+        """The plan that keeps the least, as the referee sees it."""
+        planned = _of(self.graphs[i])
+        program = planned.program
+        if program.boundary is None:
+            return planned.chosen
+        between = replay(program, keep_all(program))[1].peak_bytes
+        plan = minimum_plan(with_rest(program, Rest(between_bytes=between)), self.quick)
+        return planned.planned_bytes(plan)
+
+    def plan(self, quotas: Sequence[int], budget_bytes: int) -> list[GraphBytes] | None:
+        """Plans whose kept bytes are within the quotas and whose step is within the budget."""
+        held = [_of(g).baseline for g in self.graphs]
+        for i, graph in enumerate(self.graphs):
+            planned = _of(graph)
+            program = planned.program
+            rest = self.rest(held, i)
+            own_bytes = budget_bytes - rest.outside_bytes
+            between = max(0, own_bytes - program.constant_bytes - quotas[i])
+            is_last = i == self.sequence[-1] and self.sequence.count(i) == 1
+            if is_last or planned.baseline.kept_bytes <= quotas[i]:
+                between = 0
+            try:
+                whole = with_rest(program, replace(rest, between_bytes=between))
+                plan = self.quick.plan(whole, own_bytes)
+            except InfeasibleBudgetError:
+                return None
+            held[i] = planned.planned_bytes(plan)
+        return held if self.peak(held) <= budget_bytes else None
+
+    def compile_all(self, held: Sequence[GraphBytes], budget_bytes: int) -> None:
+        """Compile the graphs in order; each sees what those before it really hold."""
+        held = list(held)
+        for i, graph in enumerate(self.graphs):
+            rest = self.rest(held, i)
+            if self.sequence.count(i) > 1:
+                # It is among its own others, which is only right if it keeps no more than planned.
+                kept = budget_bytes - rest.outside_bytes - held[i].boundary_bytes
+                rest = replace(rest, between_bytes=max(rest.between_bytes, kept))
+            planned = _of(graph)
+            fits_as_it_is = planned.is_default and (
+                rest.outside_bytes + planned.chosen.peak_with(rest) <= budget_bytes
+            )
+            if not fits_as_it_is:
+                note = (
+                    f"one of {len(self.sequence)} graphs of the step: the others hold"
+                    f" {format_bytes(rest.outside_bytes)} beside it, and"
+                    f" {format_bytes(rest.between_bytes)} between its forward and its backward"
+                )
+                graph.compile_again(Assignment(budget_bytes, rest, note=note))
+            held[i] = _of(graph).chosen
+        peak = self.peak(held)
+        log.info(
+            "a step of %d graphs: promised %s of %s",
+            len(self.sequence),
+            format_bytes(peak),
+            format_bytes(budget_bytes),
+        )
+        if peak > budget_bytes:
+            raise InfeasibleBudgetError(budget_bytes)
+
+
+# Ledgers by options; weak, because the graphs hold theirs.
+_LEDGERS: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()
+_LOCK = threading.Lock()
+
+
+def ledger_of(options: Options) -> Ledger:
+    """The ledger that graphs of these options share."""
+    key = options.cache_key()
+    with _LOCK:
+        ledger = _LEDGERS.get(key)
+        if ledger is None:
+            ledger = _LEDGERS[key] = Ledger(options)
+        return ledger
+
+
+def more_graphs_follow(gm: fx.GraphModule) -> bool:
+    """Whether this graph is known not to be the whole step."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is not None and getattr(reason, "graph_break", False):
+        return True
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None

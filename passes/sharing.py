@@ -1,0 +1,222 @@
+"""One budget over several graphs: what each may hold while the others are there.
+
+A graph break, DDP's buckets or a second compiled module make several graphs of one training step.
+Their forwards run in order, their backwards in the opposite order, so while graph *k* runs
+
+* the constants of all graphs are there, and what graphs before it saved and returned;
+* in backward also the gradients of the graphs after it;
+
+and between the forward and the backward of graph *k* the later graphs run whole.  `Rest` is all
+that graph *k* has to know of this.  A planner needs to know nothing: `with_rest` puts it into the
+program, as an operator at the boundary that needs a workspace.
+
+`share` decides who may save how much: every graph keeps the same share of what saving buys it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from dtrcompile.passes.plan import Compute, Plan, Step
+from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
+
+REST_NAME = "rest_of_the_step"
+GRADIENTS_NAME = "gradients_of_later_graphs"
+# Shares that are tried, from all to nothing, before the last interval is halved.
+_STEPS, _HALVINGS = 8, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The other graphs of the step, as one graph sees them.
+
+    Attributes:
+        outside_bytes: held beside it from its first operator to its last.
+        between_bytes: held above its own saved bytes, between its forward and its backward.
+        gradient_bytes: held beside it during its backward: gradients of later graphs.
+    """
+
+    outside_bytes: int = 0
+    between_bytes: int = 0
+    gradient_bytes: int = 0
+
+
+ALONE = Rest()
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBytes:
+    """What one graph holds under its plan, as if alone.
+
+    Attributes:
+        constant_bytes: its parameters, buffers and inputs.
+        forward_peak_bytes, backward_peak_bytes: constants included; 0 for a missing backward.
+        boundary_bytes: constants, saved tensors and outputs, when forward has returned.
+        gradient_bytes: of parameters, which stay when its backward is done.
+    """
+
+    constant_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    boundary_bytes: int
+    gradient_bytes: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """What it leaves for its backward, and returns."""
+        return self.boundary_bytes - self.constant_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Alone."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+    def peak_with(self, rest: Rest) -> int:
+        """The most that is held while this graph runs or waits; what is outside is left out."""
+        peaks = [self.forward_peak_bytes]
+        if self.backward_peak_bytes:
+            peaks.append(self.backward_peak_bytes + rest.gradient_bytes)
+        if rest.between_bytes:
+            peaks.append(self.boundary_bytes + rest.between_bytes)
+        return max(peaks)
+
+
+def rest_of(graphs: Sequence[GraphBytes], k: int, external_bytes: int) -> Rest:
+    """What graph ``k`` of a step sees of the others.
+
+    Args:
+        graphs: in the order of their forwards.
+        external_bytes: constants of all graphs together, each storage once, without what graphs
+            hand on to one another.
+    """
+    between = 0
+    above = 0
+    later_gradients = sum(g.gradient_bytes for g in graphs[k + 1 :])
+    gradients = later_gradients
+    for graph in graphs[k + 1 :]:
+        gradients -= graph.gradient_bytes
+        backward = graph.backward_peak_bytes + gradients if graph.backward_peak_bytes else 0
+        peak = max(graph.forward_peak_bytes, backward) - graph.constant_bytes
+        between = max(between, above + peak)
+        above += graph.kept_bytes
+    before = sum(g.kept_bytes for g in graphs[:k])
+    # Inputs that come from an earlier graph are among its constants and in ``before`` as well.
+    outside = external_bytes - graphs[k].constant_bytes + before
+    return Rest(max(outside, 0), between, later_gradients)
+
+
+def step_peak_bytes(graphs: Sequence[GraphBytes], external_bytes: int) -> int:
+    """The most that the step holds."""
+    rests = [rest_of(graphs, k, external_bytes) for k in range(len(graphs))]
+    return max(r.outside_bytes + g.peak_with(r) for g, r in zip(graphs, rests, strict=True))
+
+
+def with_rest(program: Program, rest: Rest) -> Program:
+    """The program as a planner has to see it: with the rest of the step, less what is outside.
+
+    The later graphs are the workspace of an operator at the boundary; their gradients stay, like a
+    tangent.
+    """
+    boundary = program.boundary
+    if boundary is None or not (rest.between_bytes or rest.gradient_bytes):
+        return program
+    operator = Operator(
+        boundary,
+        REST_NAME,
+        Phase.BACKWARD,
+        (),
+        (),
+        0,
+        rest.between_bytes,
+        not_recomputable="the other graphs of the step run here",
+    )
+    gradients = Storage(
+        len(program.storages), GRADIENTS_NAME, rest.gradient_bytes, StorageKind.TANGENT
+    )
+
+    def moved(o: int | None) -> int | None:
+        return None if o is None else o + (o >= boundary)
+
+    return Program(
+        storages=(*program.storages, gradients),
+        tensors=(
+            *(replace(t, producer=moved(t.producer)) for t in program.tensors),
+            Tensor(len(program.tensors), GRADIENTS_NAME, gradients.id),
+        ),
+        operators=(
+            *program.operators[:boundary],
+            operator,
+            *(replace(op, id=op.id + 1) for op in program.operators[boundary:]),
+        ),
+        outputs=program.outputs,
+        boundary=boundary,
+        name=program.name,
+    )
+
+
+def without_rest(plan: Plan, program: Program) -> Plan:
+    """The plan of `with_rest`'s program as one of ``program``."""
+    if plan.program == program.fingerprint:
+        return plan
+    boundary = program.boundary
+    assert boundary is not None
+    steps: list[Step] = []
+    for step in plan.steps:
+        if isinstance(step, Compute) and step.operator >= boundary:
+            if step.operator > boundary:
+                steps.append(Compute(step.operator - 1))
+        else:
+            steps.append(step)
+    return Plan(tuple(steps), program.fingerprint, plan.planner)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The room that a graph can do with, and the room that it would like.
+
+    Attributes:
+        least_kept_bytes, most_kept_bytes: saved and returned, by the plan that saves least, and by
+            the baseline.
+    """
+
+    least_kept_bytes: int
+    most_kept_bytes: int
+
+    def quota_bytes(self, share: float) -> int:
+        """Kept bytes at a share in [0, 1] of what saving would buy."""
+        return self.least_kept_bytes + int(share * (self.most_kept_bytes - self.least_kept_bytes))
+
+
+Fitted = TypeVar("Fitted")
+
+
+def share(
+    demands: Sequence[Demand], fit: Callable[[Sequence[int]], Fitted | None]
+) -> Fitted | None:
+    """What fits at the largest share of saving that every graph may have.
+
+    Args:
+        fit: given each graph's quota of kept bytes, a solution, or None where there is none.  Not
+            monotone: a graph that may keep very little can need more while it runs.
+
+    Returns:
+        None where no share fits.
+    """
+    above = 1.0
+    for step in range(_STEPS, -1, -1):
+        low = step / _STEPS
+        best = fit([d.quota_bytes(low) for d in demands])
+        if best is None:
+            above = low
+            continue
+        for _ in range(_HALVINGS if low < 1 else 0):
+            middle = (low + above) / 2
+            found = fit([d.quota_bytes(middle) for d in demands])
+            if found is None:
+                above = middle
+            else:
+                low, best = middle, found
+        return best
+    return None

@@ -1,0 +1,114 @@
+"""One budget over several graphs: the account of a step, and what a planner sees of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.synthetic import training_chain as chain
+from dtrcompile.passes.plan import Boundary, Compute
+from dtrcompile.passes.planners import keep_all, make_planner, minimum_plan
+from dtrcompile.passes.replay import replay
+from dtrcompile.passes.sharing import (
+    ALONE,
+    Demand,
+    GraphBytes,
+    Rest,
+    rest_of,
+    share,
+    step_peak_bytes,
+    with_rest,
+    without_rest,
+)
+
+# Two graphs, 10 bytes of constants each; the first hands 5 bytes on to the second, which has them
+# among its constants.
+FIRST = GraphBytes(
+    constant_bytes=10,
+    forward_peak_bytes=40,
+    backward_peak_bytes=50,
+    boundary_bytes=35,
+    gradient_bytes=3,
+)
+SECOND = GraphBytes(
+    constant_bytes=15,
+    forward_peak_bytes=60,
+    backward_peak_bytes=70,
+    boundary_bytes=45,
+    gradient_bytes=4,
+)
+EXTERNAL = 20
+
+
+def test_the_first_graph_sees_the_second_between_its_forward_and_its_backward() -> None:
+    # The second's own 55 bytes above its constants; beside the first, the second's 10 constants.
+    assert rest_of([FIRST, SECOND], 0, EXTERNAL) == Rest(10, 55, 4)
+
+
+def test_the_second_graph_sees_what_the_first_kept_without_counting_the_handover_twice() -> None:
+    # 20 external + 25 kept by the first, less the 15 that are the second's constants.
+    assert rest_of([FIRST, SECOND], 1, EXTERNAL) == Rest(30, 0, 0)
+
+
+def test_the_peak_of_a_step_is_where_the_second_runs_over_what_the_first_keeps() -> None:
+    assert step_peak_bytes([FIRST, SECOND], EXTERNAL) == 30 + 70
+    assert step_peak_bytes([FIRST], 10) == 50
+
+
+def test_gradients_of_later_graphs_count_in_backward_only() -> None:
+    assert FIRST.peak_with(Rest(gradient_bytes=1)) == 51
+    assert FIRST.peak_with(ALONE) == 50
+    forward_only = GraphBytes(10, 40, 0, 35, 0)
+    assert forward_only.peak_with(Rest(gradient_bytes=100)) == 40
+
+
+def test_the_rest_of_the_step_stands_at_the_boundary_of_the_program() -> None:
+    program = chain(6)
+    plan = keep_all(program)
+    _, alone = replay(program, plan)
+    rest = Rest(between_bytes=1000, gradient_bytes=7)
+    whole = with_rest(program, rest)
+    _, stats = replay(whole, keep_all(whole))
+    assert stats.forward_peak_bytes == alone.forward_peak_bytes
+    assert stats.peak_bytes == alone.boundary_bytes + 1000 + 7 + _tangents(program)
+    assert without_rest(keep_all(whole), program).steps == plan.steps
+    assert with_rest(program, ALONE) is program
+
+
+def _tangents(program: object) -> int:
+    return sum(s.size_bytes for s in program.storages if s.kind.value == "tangent")  # type: ignore[attr-defined]
+
+
+def test_a_plan_under_a_long_rest_saves_less() -> None:
+    program = chain(12)
+    planner = make_planner("auto")
+    _, alone = replay(program, keep_all(program))
+    whole = with_rest(program, Rest(between_bytes=alone.peak_bytes))
+    plan = without_rest(minimum_plan(whole, planner), program)
+    _, stats = replay(program, plan)
+    assert stats.boundary_bytes < alone.boundary_bytes
+    assert stats.recomputed
+
+
+def test_a_plan_made_under_a_rest_is_valid_alone() -> None:
+    program = chain(9)
+    whole = with_rest(program, Rest(between_bytes=5))
+    steps = without_rest(keep_all(whole), program).steps
+    assert steps.count(Boundary()) == 1
+    assert {s.operator for s in steps if isinstance(s, Compute)} == set(
+        range(len(program.operators))
+    )
+
+
+@pytest.mark.parametrize(("room", "expected"), [(100, 100), (60, 55), (20, 10)])
+def test_share_gives_the_most_that_fits(room: int, expected: int) -> None:
+    demands = [Demand(10, 100)]
+    found = share(demands, lambda quotas: quotas[0] if quotas[0] <= room else None)
+    assert found is not None
+    assert expected <= found <= room
+
+
+def test_share_finds_what_fits_where_the_least_does_not() -> None:
+    # Keeping next to nothing costs room elsewhere: only a middle share fits.
+    demands = [Demand(0, 100)]
+    assert share(demands, lambda q: q[0] if 40 <= q[0] <= 60 else None) is not None
+    assert share(demands, lambda _: None) is None
