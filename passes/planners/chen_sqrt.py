@@ -1,8 +1,8 @@
 """Planner ``chen-sqrt``: a checkpoint every √n values.
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), section 4.1: with
+Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), section 4: with
 segments of √n layers, n layers are trained in O(√n) memory for one more forward pass.  On other
-graphs, the two ways that Checkmate (Jain et al., MLSys 2020, section 6.2) names; see `segments`.
+graphs, the two ways that Checkmate (Jain et al., MLSys 2020, section 6) names; see `segments`.
 
 The paper has one checkpoint set a graph and knows no budget: it fits or it does not.  Here, each
 way of `segments.WAYS` has one, and the cheapest that fits is taken.

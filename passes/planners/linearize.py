@@ -1,7 +1,7 @@
 """A program's forward as a line: what checkpointing planners choose their checkpoints from.
 
 Chen et al. (2016) and Griewank and Walther (2000) know chains only.  Checkmate (Jain et al., MLSys
-2020, section 6.2) names two ways to give them any graph, and both are here:
+2020, section 6) names two ways to give them any graph, and both are here:
 
 * *articulation points*: the values without which the forward graph would fall apart;
 * *linearized*: the order in which the operators run is taken for a chain.

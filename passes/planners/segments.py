@@ -1,6 +1,6 @@
 """Checkpointing by segments: what ``chen-sqrt`` and ``chen-greedy`` have in common.
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), section 4.1,
+Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), section 4,
 Algorithm 1: forward keeps the *checkpoints* and drops what lies between them; backward computes a
 segment again from its checkpoints when it comes to it, and keeps the segment until it is done with
 it.  So every operator runs at most twice on a chain.

@@ -2,9 +2,9 @@
 
 Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
 differentiation" (1992); Griewank and Walther, "Algorithm 799: revolve" (ACM TOMS 26(1), 2000),
-section 2.  To reverse l steps with s snapshots (the start counts as one), take the next snapshot so
-that both parts can be reversed with as few repetitions r as the whole needs, the right one with
-s - 1 snapshots; `repetition`, `forward_steps` and `advance` are the paper's formulas.
+the formulas of β and t.  To reverse l steps with s snapshots (the start counts as one), take the
+next snapshot so that both parts can be reversed with as few repetitions r as the whole needs, the
+right one with s - 1 snapshots; `repetition`, `forward_steps` and `advance` are those formulas.
 
 For other programs than chains, the line of `linearize` is cut into stages, between articulation
 points or at the narrowest position in every so many operators; a snapshot is all that crosses its
