@@ -4,8 +4,9 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174),
 Algorithm 3: walk through forward, add up what it makes, and when the sum passes b put a checkpoint
 at the next candidate.  The paper searches b around √(x y), x the bytes of the checkpoints and y
 those of the largest segment; as the budget is known here, a geometric grid of b between the
-smallest value and all of forward is tried, and the cheapest plan that fits is taken.  On other graphs than
-chains, the two ways that Checkmate (Jain et al., MLSys 2020, section 6) names; see `segments`.
+smallest value and all of forward is tried, and the cheapest plan that fits is taken.  On other
+graphs than chains, the two ways that Checkmate (Jain et al., MLSys 2020, section 6) names; see
+`segments`.
 """
 
 from __future__ import annotations
