@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import ClassVar
 
-from dtrcompile.passes.errors import InfeasibleBudgetError, ProgramTooLargeError
+from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError, ProgramTooLargeError
 from dtrcompile.passes.index import ProgramIndex
 from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step
 from dtrcompile.passes.planners.base import Planner, keep_all, lower_bound_bytes
@@ -64,7 +64,8 @@ class BruteForcePlanner(Planner):
             steps = self._search(program, budget_bytes, by_cost=True)
             if steps is None:
                 raise InfeasibleBudgetError(budget_bytes)
-            cheapest.offer(schedule_of(index, steps))
+            if not cheapest.offer(schedule_of(index, steps)):
+                raise PlanError("brute-force found a plan that tidying makes larger; a bug")
         return cheapest.plan(self.name)
 
     def smallest_budget_bytes(self, program: Program) -> int:
@@ -128,6 +129,13 @@ class _Search:
         self.outputs = [_mask(op.outputs) for op in program.operators]
         self.tensors_of = [_mask(ts) for ts in program.tensors_of]
         self.end = _mask(program.outputs)
+        self.forward_outputs = _mask(
+            t
+            for t in program.outputs
+            if program.boundary is not None
+            and (producer := program.tensors[t].producer) is not None
+            and producer < program.boundary
+        )
         self.tangents = _mask(
             t.id
             for t in program.tensors
@@ -213,7 +221,7 @@ class _Search:
             self.program.boundary is not None
             and not state.in_backward
             and self.forward & ~state.done == 0
-            and all(self.is_resident(state, s) for s in self.program.held_from_boundary)
+            and self.forward_outputs & ~state.defined == 0
         )
 
     def may_run(self, state: _State, o: int) -> bool:
