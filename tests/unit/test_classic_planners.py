@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -232,3 +235,24 @@ def test_treeverse_on_a_transformer(way: str) -> None:
         make_planner("treeverse", way=way, most_runs=100).plan(program, int(0.4 * peak))
     with pytest.raises(InfeasibleBudgetError):
         make_planner("treeverse", way=way, most_stages=2, window=1).plan(program, int(0.4 * peak))
+
+
+def test_plans_do_not_depend_on_the_hash_seed() -> None:
+    code = (
+        "from bench.synthetic import transformer, unit_chain\n"
+        "from dtrcompile.passes.planners import make_planner\n"
+        "for name in ('chen-sqrt', 'chen-greedy', 'treeverse'):\n"
+        "    print(make_planner(name).plan(transformer(3), 25000).to_text())\n"
+        "print(make_planner('brute-force').plan(unit_chain(5), 4).to_text())\n"
+    )
+    plans = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(plans) == 1
