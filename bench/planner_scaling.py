@@ -1,6 +1,6 @@
-"""How does planning time grow?  The default planner on transformer-like training steps.
+"""How does planning time grow?  A planner on transformer-like training steps.
 
-    python -m bench.planner_scaling [--quick] [--out results.jsonl]
+    python -m bench.planner_scaling [--planner auto] [--quick] [--out results.jsonl]
 
 Prints a table and the fitted exponent of time over operators; appends JSON lines with the machine.
 """
@@ -43,6 +43,7 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="up to a thousand operators")
+    parser.add_argument("--planner", default="auto", help="a name in planners.PLANNERS")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; the median counts")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     args = parser.parse_args()
@@ -53,7 +54,7 @@ def main() -> int:
         n = len(program.operators)
         baseline_bytes = replay(program, keep_all(program))[0].peak_bytes
         for share in _SHARES:
-            planner = make_planner("auto")
+            planner = make_planner(args.planner)
             runs = []
             overhead = math.nan
             for _ in range(1 if args.quick else args.repeats):
@@ -75,6 +76,7 @@ def main() -> int:
             if args.out is not None:
                 record = {
                     "bench": "planner_scaling",
+                    "planner": args.planner,
                     "operators": n,
                     "share": share,
                     "overhead": None if math.isnan(overhead) else overhead,

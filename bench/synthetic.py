@@ -116,6 +116,24 @@ def training_chain(layers: int) -> Program:
     return b.build([g], f"chain{layers}")
 
 
+def unit_chain(layers: int) -> Program:
+    """The chain of Checkmate's graphs: f1 … fN, a loss, then gN … g1, where gi reads fi.
+
+    As `training_chain`, but the first gradient (the loss) takes a byte as all others do, and every
+    forward value is read.  Then Griewank's formula is exact: backward holds a gradient, the one
+    made from it and the state, and each snapshot takes one byte.
+    """
+    b = ProgramBuilder()
+    forward = b.operator("f1", [], [1])
+    for i in range(2, layers + 1):
+        forward += b.operator(f"f{i}", [forward[-1]], [1])
+    (g,) = b.operator("loss", [forward[-1]], [1])
+    b.begin_backward()
+    for i in range(layers, 0, -1):
+        (g,) = b.operator(f"g{i}", [g, forward[i - 1]], [1])
+    return b.build([g], f"unit{layers}")
+
+
 def transformer(layers: int, width_bytes: int = 1024) -> Program:
     """A transformer's training step, 22 operators a layer: matrix products, attention with two
     outputs, norms, a GELU; weights' gradients are outputs."""

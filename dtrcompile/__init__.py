@@ -15,6 +15,7 @@ from dtrcompile.passes.errors import (
     OptionError,
     PlanError,
     ProgramError,
+    ProgramTooLargeError,
     VerificationError,
 )
 from dtrcompile.report import CompileReport, clear_reports, reports
@@ -31,6 +32,7 @@ __all__ = [
     "Options",
     "PlanError",
     "ProgramError",
+    "ProgramTooLargeError",
     "VerificationError",
     "clear_reports",
     "reports",

@@ -47,6 +47,10 @@ class VerificationError(DTRError):
     """An emitted graph, or the schedule made from it, does not do what its plan says."""
 
 
+class ProgramTooLargeError(DTRError):
+    """A planner that searches exhaustively refuses a program, or gives a search up."""
+
+
 class InfeasibleBudgetError(DTRError):
     """No plan was found that stays within the budget.
 

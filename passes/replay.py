@@ -262,6 +262,10 @@ class _Replay:
                 raise self.fail(f"forward operator {op.name!r} did not run")
         for s in sorted(program.held_from_boundary - self.resident):
             raise self.fail(f"forward output {program.storages[s].name!r} is not in memory")
+        for t in program.outputs:
+            producer = program.tensors[t].producer
+            if producer is not None and producer < program.boundary and t not in self.defined:
+                raise self.fail(f"forward output {program.tensors[t].name!r} is not defined")
         self.saved = (
             frozenset(s for s in self.resident if not program.storages[s].is_constant)
             - program.held_from_boundary

@@ -9,7 +9,11 @@ from dtrcompile.passes.heuristics import HEURISTICS
 from dtrcompile.passes.plan import Plan
 from dtrcompile.passes.planners.auto import AutoPlanner
 from dtrcompile.passes.planners.base import KeepAllPlanner, Planner, keep_all, lower_bound_bytes
+from dtrcompile.passes.planners.brute_force import BruteForcePlanner
+from dtrcompile.passes.planners.chen_greedy import ChenGreedyPlanner
+from dtrcompile.passes.planners.chen_sqrt import ChenSqrtPlanner
 from dtrcompile.passes.planners.dtr import DTRPlanner
+from dtrcompile.passes.planners.treeverse import TreeversePlanner
 from dtrcompile.passes.program import Program
 from dtrcompile.passes.replay import replay
 
@@ -27,6 +31,10 @@ PLANNERS: dict[str, type[Planner]] = {
     AutoPlanner.name: AutoPlanner,
     DTRPlanner.name: DTRPlanner,
     KeepAllPlanner.name: KeepAllPlanner,
+    ChenSqrtPlanner.name: ChenSqrtPlanner,
+    ChenGreedyPlanner.name: ChenGreedyPlanner,
+    TreeversePlanner.name: TreeversePlanner,
+    BruteForcePlanner.name: BruteForcePlanner,
 }
 
 _MOST_RUNS = 22

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.planner_chains import optimum_cost
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planners import keep_all, lower_bound_bytes, make_planner
 from dtrcompile.passes.program_io import from_checkmate_json, from_simrd_log, shared_data
@@ -53,6 +54,32 @@ def test_checkmate_graphs(name: str) -> None:
 def reference_rows(name: str) -> list[dict[str, str]]:
     with (data() / "simrd" / "reference.csv").open() as lines:
         return [row for row in csv.DictReader(lines) if row["log"] == name]
+
+
+@pytest.mark.parametrize("layers", [16, 32])
+def test_the_binomial_formula_is_the_optimum_of_unit_chains(layers: int) -> None:
+    program, references = from_checkmate_json(data() / "checkmate" / f"linear{layers}.json")
+    proven = [r for r in references if r.milp_status == "optimal"]
+    assert proven
+    for reference in proven:
+        cost_ns = optimum_cost(layers, reference.budget_bytes)
+        assert cost_ns / program.cost_ns == pytest.approx(reference.milp_overhead, abs=1e-6)
+        plan = make_planner("treeverse").plan(program, reference.budget_bytes)
+        assert replay(program, plan)[1].cost_ns == cost_ns
+
+
+@pytest.mark.parametrize("name", ["vgg16_b256_flops", "vgg_unet_b32_flops"])
+def test_auto_is_at_least_as_good_as_the_classic_planners(name: str) -> None:
+    program, references = from_checkmate_json(data() / "checkmate" / f"{name}.json")
+    for reference in references:
+        costs = {}
+        for planner in ("auto", "chen-sqrt", "chen-greedy", "treeverse"):
+            try:
+                plan = make_planner(planner).plan(program, reference.budget_bytes)
+            except InfeasibleBudgetError:
+                continue
+            costs[planner] = replay(program, plan)[1].cost_ns
+        assert not costs or costs["auto"] == min(costs.values()), reference.budget_bytes
 
 
 @pytest.mark.parametrize("name", LOGS)

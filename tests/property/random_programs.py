@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 
-from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError
+from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError, ProgramTooLargeError
 from dtrcompile.passes.heuristics import HEURISTICS
 from dtrcompile.passes.index import ProgramIndex
 from dtrcompile.passes.plan import Compute, Free, Plan
-from dtrcompile.passes.planners import keep_all, lower_bound_bytes, make_planner
+from dtrcompile.passes.planners import PLANNERS, keep_all, lower_bound_bytes, make_planner
+from dtrcompile.passes.planners.base import Planner
+from dtrcompile.passes.planners.brute_force import BruteForcePlanner
 from dtrcompile.passes.planners.improve import keep_what_fits, schedule_of
 from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
@@ -21,6 +23,10 @@ from dtrcompile.passes.simulator import Deallocation, SimulatorOptions, simulate
 
 Pick = Callable[[int, int], int]
 """An integer between two bounds, both included."""
+
+
+_SLOW = frozenset({BruteForcePlanner.name})
+"""Planners that search exhaustively: only `check_oracle` runs them, on small programs."""
 
 
 def random_program(pick: Pick, most_operators: int = 14) -> Program:
@@ -145,7 +151,7 @@ def check_run(
 
 def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> None:
     """Every planner: a plan within the budget or the typed error; the same plan again."""
-    for name in ("auto", "dtr", "keep-all"):
+    for name in sorted(PLANNERS.keys() - _SLOW):
         planner = make_planner(name)
         try:
             plan = planner.plan(program, budget_bytes)
@@ -158,6 +164,34 @@ def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> 
         assert Plan.from_text(plan.to_text()) == plan
         if budget_bytes >= baseline_bytes:
             assert not stats.recomputed
+
+
+def check_oracle(program: Program) -> None:
+    """No planner beats brute force, nor finds a plan below the smallest budget that it names."""
+    oracle = BruteForcePlanner()
+    try:
+        smallest_bytes = oracle.smallest_budget_bytes(program)
+        baseline_bytes = replay(program, keep_all(program))[0].peak_bytes
+        assert lower_bound_bytes(program) <= smallest_bytes <= baseline_bytes
+        assert cost_or_none(program, oracle, smallest_bytes - 1) is None
+        for budget_bytes in {smallest_bytes, (smallest_bytes + baseline_bytes) // 2}:
+            best = cost_or_none(program, oracle, budget_bytes)
+            assert best is not None
+            for name in sorted(PLANNERS.keys() - _SLOW):
+                cost_ns = cost_or_none(program, make_planner(name), budget_bytes)
+                assert cost_ns is None or cost_ns >= best, name
+                assert cost_or_none(program, make_planner(name), smallest_bytes - 1) is None
+    except ProgramTooLargeError:
+        return
+
+
+def cost_or_none(program: Program, planner: Planner, budget_bytes: int) -> int | None:
+    """What its plan costs; None where it finds nothing."""
+    try:
+        plan = planner.plan(program, budget_bytes)
+    except InfeasibleBudgetError:
+        return None
+    return checked(program, plan, budget_bytes)[1].cost_ns
 
 
 def check_scaling(program: Program, budget_bytes: int) -> None:
@@ -231,3 +265,4 @@ def check_everything(pick: Pick, most_operators: int = 14) -> None:
     check_speed_options(program, middle)
     check_scaling(program, middle)
     check_mutants(program, baseline, pick)
+    check_oracle(random_program(pick, min(8, most_operators)))

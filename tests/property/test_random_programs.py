@@ -22,13 +22,13 @@ EXAMPLES = int(os.environ.get("DTRCOMPILE_EXAMPLES", "200"))
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[Program, Pick]:
+def programs(draw: st.DrawFn, most_operators: int = 12) -> tuple[Program, Pick]:
     """A program, and the source of further numbers for it."""
 
     def pick(low: int, high: int) -> int:
         return draw(st.integers(low, high))
 
-    return random_programs.random_program(pick, most_operators=12), pick
+    return random_programs.random_program(pick, most_operators), pick
 
 
 @given(programs())
@@ -48,6 +48,12 @@ def test_planners_fit_the_budget_or_say_that_they_cannot(drawn: tuple[Program, P
     baseline_bytes = replay(program, keep_all(program))[0].peak_bytes
     for budget_bytes in random_programs.budgets(program, pick):
         random_programs.check_planners(program, budget_bytes, baseline_bytes)
+
+
+@given(programs(most_operators=8))
+@settings(max_examples=EXAMPLES)
+def test_no_planner_beats_brute_force(drawn: tuple[Program, Pick]) -> None:
+    random_programs.check_oracle(drawn[0])
 
 
 @given(programs())

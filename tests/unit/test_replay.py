@@ -141,6 +141,24 @@ def test_operators_that_run_once_keep_their_order() -> None:
         replay(ordered, Plan(steps, ordered.fingerprint, "test"))
 
 
+def test_a_forward_output_that_is_a_view_is_there_at_the_boundary() -> None:
+    p = ProgramBuilder()
+    (a,) = p.operator("a", [], [1])
+    v = p.view("v", a)
+    p.begin_backward()
+    (b,) = p.operator("b", [a], [1])
+    program = p.build([v, b])
+
+    def steps(*again: Step) -> Plan:
+        forward = (Compute(0), Compute(1), Free(0), Compute(0))
+        return Plan((*forward, *again, Compute(2)), program.fingerprint, "test")
+
+    replay(program, steps(Compute(1), Boundary()))
+    # The storage is in memory, but forward has nothing to return.
+    with pytest.raises(PlanError, match="forward output 'v' is not defined"):
+        replay(program, steps(Boundary(), Compute(1)))
+
+
 def test_a_program_without_backward_has_no_boundary() -> None:
     p = ProgramBuilder()
     p.operator("a", [], [1])
