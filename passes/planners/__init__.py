@@ -9,6 +9,8 @@ from dtrcompile.passes.heuristics import HEURISTICS
 from dtrcompile.passes.plan import Plan
 from dtrcompile.passes.planners.auto import AutoPlanner
 from dtrcompile.passes.planners.base import KeepAllPlanner, Planner, keep_all, lower_bound_bytes
+from dtrcompile.passes.planners.checkmate import CheckmatePlanner
+from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner
 from dtrcompile.passes.planners.dtr import DTRPlanner
 from dtrcompile.passes.program import Program
 from dtrcompile.passes.replay import replay
@@ -25,6 +27,8 @@ __all__ = [
 
 PLANNERS: dict[str, type[Planner]] = {
     AutoPlanner.name: AutoPlanner,
+    CheckmatePlanner.name: CheckmatePlanner,
+    CheckmateLPPlanner.name: CheckmateLPPlanner,
     DTRPlanner.name: DTRPlanner,
     KeepAllPlanner.name: KeepAllPlanner,
 }
