@@ -3,10 +3,11 @@
 Jain et al., MLSys 2020, sections 4.2 to 4.8; `checkmate_model` has the program and says what is
 different.  Solved by HiGHS under a time limit.
 
-``auto``'s plan bounds the search: where it can be written as a Checkmate schedule, nothing that
-costs more is looked for, operators that cost more than it spends on recomputation run once, and it
-is the answer if HiGHS finds no other in time.  As with any branch and bound, the optimum is the
-same with and without a first solution.
+The relaxation is solved first, and ``auto``'s plan bounds the search: where it can be written as a
+Checkmate schedule, nothing that costs more is looked for, and operators that cost more than it
+spends on recomputation run once.  It is the answer if the relaxation proves that nothing is better,
+or if HiGHS finds no other in time.  As in any branch and bound, the optimum is the same with and
+without a first solution.
 
 Optimal means: among the plans that run operators for the first time in program order, and again at
 most once between two first runs, in program order.  Others exist, and may be cheaper when memory is
@@ -117,8 +118,8 @@ class CheckmatePlanner(Planner):
         raise InfeasibleBudgetError(budget_bytes)
 
     def for_minimum(self) -> Planner:
-        # Any plan will do.
-        return replace(self, gap=math.inf)
+        # Any plan will do, and it is asked for some twenty times.
+        return replace(self, gap=math.inf, time_limit_s=min(self.time_limit_s, 30.0))
 
     def solve(self, program: Program, budget_bytes: int) -> Solution:
         """The plan, and what is known of the optimum."""
@@ -145,13 +146,23 @@ class CheckmatePlanner(Planner):
             plan = Plan(known.steps(), program.fingerprint, self.name)
             cost_ns = known.cost_ns
             return Solution(Status.FEASIBLE, plan, cost_ns, program.cost_ns, 0.0, from_start=True)
+        # The relaxation is quick, and may prove that what is known is the best.
+        start_s = time.perf_counter()
+        model = build(stages, budget_bytes, memory, known.cost_ns if known else None)
+        solved = solve_linear(model.linear, integer=False, time_limit_s=self.time_limit_s)
+        bound_ns = model.bound_ns(solved.bound)
+        if solved.status is Status.INFEASIBLE or (
+            known is not None and known.cost_ns <= bound_ns * (1 + self.gap)
+        ):
+            nothing_better = Solved(Status.INFEASIBLE, None, solved.bound, 0)
+            return self.outcome(program, budget_bytes, nothing_better, bound_ns, None, known)
         target_bytes = budget_bytes
         for _ in range(_TRIES):
-            model = build(stages, target_bytes, memory, known.cost_ns if known else None)
+            elapsed_s = time.perf_counter() - start_s
             solved = solve_linear(
                 model.linear,
                 integer=True,
-                time_limit_s=self.time_limit_s,
+                time_limit_s=max(0.0, self.time_limit_s - elapsed_s),
                 # To HiGHS infinity is not a number.
                 gap=min(self.gap, 1e9),
             )
@@ -159,9 +170,9 @@ class CheckmatePlanner(Planner):
             if found is None or found.peak_bytes <= budget_bytes:
                 break
             target_bytes -= math.ceil(_LESS * budget_bytes)
-        return self.outcome(
-            program, budget_bytes, solved, solved.bound * model.cost_unit_ns, found, known
-        )
+            model = build(stages, target_bytes, memory, known.cost_ns if known else None)
+        bound_ns = max(bound_ns, model.bound_ns(solved.bound))
+        return self.outcome(program, budget_bytes, solved, bound_ns, found, known)
 
     def outcome(
         self,

@@ -243,4 +243,4 @@ def lp_bound(
     solved = solve_linear(model.linear, integer=False, time_limit_s=time_limit_s)
     if solved.status is Status.TIME_LIMIT:
         raise TimeLimitError(budget_bytes, time_limit_s=time_limit_s)
-    return max(solved.bound * model.cost_unit_ns, float(program.cost_ns))
+    return model.bound_ns(solved.bound)

@@ -47,6 +47,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from dtrcompile.passes.errors import OptionError
 from dtrcompile.passes.index import ProgramIndex
 from dtrcompile.passes.plan import Boundary, Compute, Free, Step
 
@@ -61,6 +62,9 @@ _MOST_UNITS = 1 << 20
 # Up to here each row of `Memory.LIVE` names all that is held: a knapsack, which solvers know to
 # cut.  Such rows take n³ entries and running sums n², so above it the sums are used.
 _MOST_NODES_IN_FULL = 128
+
+# Variables grow with the square: a million and a half here.
+_MOST_NODES = 700
 
 
 class Memory(enum.Enum):
@@ -249,6 +253,7 @@ class Model:
         runs: stage by node -> column of R.
         kept: stage by tensor -> column of S (root tensors) or V (views).
         cost_unit_ns: the objective counts in multiples of it.
+        whole_costs: every operator's cost is one.
     """
 
     stages: Stages
@@ -256,6 +261,13 @@ class Model:
     runs: NDArray[np.int64]
     kept: NDArray[np.int64]
     cost_unit_ns: float
+    whole_costs: bool
+
+    def bound_ns(self, bound: float) -> float:
+        """What an objective that none is below says of the cost, which may come in steps."""
+        if self.whole_costs and math.isfinite(bound):
+            bound = math.ceil(bound - 1e-5)
+        return max(bound * self.cost_unit_ns, float(self.stages.index.program.cost_ns))
 
     def choice(self, x: NDArray[np.float64], threshold: float = 0.5) -> Choice:
         """The decision that a solution stands for."""
@@ -275,7 +287,15 @@ def build(
 
     Args:
         most_cost_ns: leave out what costs more; a plan of that cost is known.
+
+    Raises:
+        OptionError: the program is too large for it.
     """
+    if len(stages) > _MOST_NODES:
+        raise OptionError(
+            f"Checkmate's program is for up to {_MOST_NODES} operators, this one has"
+            f" {len(stages)}; use the planner 'auto'"
+        )
     return _Builder(stages, budget_bytes, memory, most_cost_ns).build()
 
 
@@ -293,7 +313,7 @@ class _Builder:
         self.runs = np.full((self.n, self.n), NONE, dtype=np.int64)
         self.kept = np.full((self.n + 1, len(self.index.producer)), NONE, dtype=np.int64)
         self.unit_bytes = self.size_unit()
-        self.cost_unit_ns = self.cost_unit()
+        self.cost_unit_ns, self.whole_costs = self.cost_unit()
 
     def size_unit(self) -> float:
         """All sizes are multiples of it, or are rounded up to one."""
@@ -301,11 +321,12 @@ class _Builder:
         unit = math.gcd(*sizes) or 1
         return max(unit, self.budget_bytes // _MOST_UNITS, 1)
 
-    def cost_unit(self) -> float:
-        """Whole numbers where they are small: then a solver knows that costs come in steps."""
+    def cost_unit(self) -> tuple[float, bool]:
+        """The greatest common divisor where that makes small whole numbers, else a thousandth."""
         costs = [c for c in self.index.operator_cost_ns if c]
-        unit = math.gcd(*costs) if costs else 1
-        return unit if max(costs, default=0) // unit < 1000 else sum(costs) / 1000
+        unit = math.gcd(*costs) or 1
+        whole = max(costs, default=0) // unit < 1000
+        return (float(unit), True) if whole else (sum(costs) / 1000, False)
 
     def units(self, size_bytes: int) -> float:
         return float(-(-size_bytes // self.unit_bytes))
@@ -324,7 +345,9 @@ class _Builder:
             most = self.most_cost_ns / self.cost_unit_ns * (1 + 1e-9)
             terms = [(c, v) for c, v in enumerate(self.linear.cost) if v]
             self.linear.constrain(terms, high=most)
-        return Model(self.stages, self.linear, self.runs, self.kept, self.cost_unit_ns)
+        return Model(
+            self.stages, self.linear, self.runs, self.kept, self.cost_unit_ns, self.whole_costs
+        )
 
     def variables(self) -> None:
         stages, linear = self.stages, self.linear

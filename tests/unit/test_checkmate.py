@@ -60,10 +60,9 @@ def solve(
 def test_optimum_of_a_chain() -> None:
     """f1 … f6, g6 … g1; g(i) reads f(i-1).  Each tensor has one byte.
 
-    With f1 … f5 kept, the most is held while g6 runs: f5 … f1 and its output, 6.  With 5, one of
-    f1 … f5 runs again: 13.  With 4 bytes two of them may be kept while g6 runs beside f5 (f5, g6,
-    and two more); f1 f2 f3 f4 without two of them, 14, if what was dropped can be had again beside
-    what is kept then.
+    The most is held while g6 runs: f1 … f5 and g6 itself, 6 bytes (f6 is read by nobody).  With 5
+    and 4 bytes one and two of f1 … f4 are missing then and run again: 13 and 14.  While g2 runs it
+    needs g3, f1 and g2: not with 2.
     """
     program = training_chain(6)
     assert solve(program, 6).cost_ns == 12
@@ -84,11 +83,18 @@ def test_relaxation_optimum_and_rounding_in_this_order(memory: Memory, budget_by
 
 
 def test_the_relaxation_of_live_memory_is_the_tighter() -> None:
-    """18 = 16 + 2 is the optimum: 6 of the 7 values that g8 … g1 read do not fit beside it."""
-    program = training_chain(8)
-    paper = lp_bound(program, 6, memory=Memory.PAPER)
-    live = lp_bound(program, 6, memory=Memory.LIVE)
-    assert paper < live <= solve(program, 6).cost_ns + 1e-6  # type: ignore[operator]
+    """At the smallest budget of a chain it even is the optimum, 18; by the paper's equations 14."""
+    program = training_chain(6)
+    paper_ns = lp_bound(program, 3, memory=Memory.PAPER)
+    live_ns = lp_bound(program, 3, memory=Memory.LIVE)
+    assert paper_ns < live_ns == solve(program, 3).cost_ns
+
+
+def test_a_relaxation_as_high_as_the_first_plan_ends_the_search() -> None:
+    solution = solve(training_chain(8), 7)
+    assert solution.status is Status.OPTIMAL
+    assert solution.from_start
+    assert solution.nodes == 0
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -220,6 +226,12 @@ def test_options() -> None:
         CheckmateLPPlanner(memory="")
     with pytest.raises(OptionError, match="Did you mean 'randomized'"):
         CheckmateLPPlanner(rounding="random")
+
+
+def test_a_program_too_large_to_write_down_is_refused() -> None:
+    program = training_chain(400)
+    with pytest.raises(OptionError, match="up to 700 operators, this one has 801"):
+        lp_bound(program, 100)
 
 
 @pytest.mark.parametrize("rounding", ["deterministic", "randomized"])
