@@ -227,9 +227,9 @@ def lp_bound(
 ) -> float:
     """A cost in ns that no Checkmate schedule of ``program`` within ``budget_bytes`` is below.
 
-    For graphs of up to a few hundred operators: there are three variables for each pair of them.
-    The relaxation of `Memory.LIVE` is the tighter.  Infinite where even the relaxation has no
-    solution.
+    For graphs of up to about two hundred operators: there are three variables for each pair of
+    them.  The relaxation of `Memory.LIVE` is the tighter.  Infinite where even the relaxation has
+    no solution.
 
     Raises:
         TimeLimitError: time was up.
