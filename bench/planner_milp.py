@@ -7,7 +7,9 @@ where they are absent).  The first has one row a budget; costs are overheads (pl
     paper    the same from the paper's own equations, without a first plan (--paper)
     file     what the file's reference run of the MILP says (``~``: not proven)
     lp       the relaxation's bound; lp-paper: of the paper's equations
-    auto/opt auto's cost over the optimum's where it is proven, else over the bound (``<``)
+    chk-lp   checkmate-lp; polished: with evictions undone while there is room
+    auto/opt auto's cost over the optimum's where it is proven, here or in the file, else over the
+             bound (``<``)
     time     seconds of the MILP over seconds of auto
 
 The second has the smallest budget, by bisection on the MILP where it decides, against what
@@ -133,10 +135,17 @@ def other_planners() -> list[str]:
     return [name for name in PLANNERS if name not in _OWN_COLUMNS]
 
 
+def optimum(record: dict[str, Any]) -> float:
+    """What is proven here, or in the file; NaN where neither is."""
+    if record["status"] == "proven":
+        return float(record["milp"])
+    return float(record["file"]) if record["file_status"] == "optimal" else math.nan
+
+
 def ratio_to_optimum(record: dict[str, Any]) -> float:
     """auto / optimum where it is proven, else auto / bound."""
-    best = record["milp"] if record["status"] == "proven" else record["bound"]
-    return float(record["auto"] / best)
+    best = optimum(record)
+    return float(record["auto"] / (record["bound"] if math.isnan(best) else best))
 
 
 def cells(record: dict[str, Any], paper: bool) -> list[str]:
@@ -147,7 +156,7 @@ def cells(record: dict[str, Any], paper: bool) -> list[str]:
 
     unproven = "" if record["file_status"] in ("optimal", "infeasible") else "~"
     ratio = ratio_to_optimum(record)
-    mark = "" if record["status"] == "proven" or not math.isfinite(ratio) else "<"
+    mark = "<" if math.isnan(optimum(record)) and math.isfinite(ratio) else ""
     row = [
         f"{record['graph']} {record['budget_bytes']}",
         number(record["milp"]),
@@ -182,7 +191,7 @@ def header(paper: bool) -> list[str]:
 
 def summarize(records: list[dict[str, Any]]) -> str:
     """Where ``auto`` stands, in three lines."""
-    proven = [r for r in records if r["status"] == "proven" and math.isfinite(r["auto"])]
+    proven = [r for r in records if math.isfinite(optimum(r)) and math.isfinite(r["auto"])]
     beyond = [r for r in proven if ratio_to_optimum(r) > 1.01]
     rivals = ("checkmate-lp", "polished", *other_planners())
     beaten = [(r, name) for r in records for name in rivals if r[name] < r["auto"] * (1 - 1e-9)]
