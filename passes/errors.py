@@ -100,6 +100,44 @@ class InfeasibleBudgetError(DTRError):
         )
 
 
+class TimeLimitError(InfeasibleBudgetError):
+    """An exact planner's time was up before it had a plan; there may be one.
+
+    Attributes:
+        time_limit_s: how long it may search.
+    """
+
+    def __init__(self, budget_bytes: int, *, time_limit_s: float) -> None:
+        super().__init__(budget_bytes)
+        self.time_limit_s = time_limit_s
+        self.args = (
+            f"no plan was found for a budget of {format_bytes(budget_bytes)} within"
+            f" {time_limit_s:g} s, and none was ruled out. Raise time_limit_s, or use the planner"
+            " 'auto'.",
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_time_limit, (self.budget_bytes, self.time_limit_s)
+
+
+class MissingExtraError(DTRError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, what: str, needs: str, extra: str) -> None:
+        self.what, self.needs, self.extra = what, needs, extra
+        super().__init__(
+            f"{what} needs {needs}, which is not installed. Install it with:"
+            f" pip install 'dtrcompile[{extra}]'"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return MissingExtraError, (self.what, self.needs, self.extra)
+
+
+def _rebuild_time_limit(budget_bytes: int, time_limit_s: float) -> TimeLimitError:
+    return TimeLimitError(budget_bytes, time_limit_s=time_limit_s)
+
+
 def _rebuild_infeasible(
     budget_bytes: int,
     minimum_bytes: int | None,

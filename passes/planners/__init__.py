@@ -10,6 +10,8 @@ from dtrcompile.passes.plan import Plan
 from dtrcompile.passes.planners.auto import AutoPlanner
 from dtrcompile.passes.planners.base import KeepAllPlanner, Planner, keep_all, lower_bound_bytes
 from dtrcompile.passes.planners.brute_force import BruteForcePlanner
+from dtrcompile.passes.planners.checkmate import CheckmatePlanner
+from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner
 from dtrcompile.passes.planners.chen_greedy import ChenGreedyPlanner
 from dtrcompile.passes.planners.chen_sqrt import ChenSqrtPlanner
 from dtrcompile.passes.planners.dtr import DTRPlanner
@@ -29,6 +31,8 @@ __all__ = [
 
 PLANNERS: dict[str, type[Planner]] = {
     AutoPlanner.name: AutoPlanner,
+    CheckmatePlanner.name: CheckmatePlanner,
+    CheckmateLPPlanner.name: CheckmateLPPlanner,
     DTRPlanner.name: DTRPlanner,
     KeepAllPlanner.name: KeepAllPlanner,
     ChenSqrtPlanner.name: ChenSqrtPlanner,

@@ -16,6 +16,8 @@ from dtrcompile.passes.plan import Compute, Free, Plan
 from dtrcompile.passes.planners import PLANNERS, keep_all, lower_bound_bytes, make_planner
 from dtrcompile.passes.planners.base import Planner
 from dtrcompile.passes.planners.brute_force import BruteForcePlanner
+from dtrcompile.passes.planners.checkmate import CheckmatePlanner
+from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner
 from dtrcompile.passes.planners.improve import keep_what_fits, schedule_of
 from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
@@ -25,8 +27,8 @@ Pick = Callable[[int, int], int]
 """An integer between two bounds, both included."""
 
 
-_SLOW = frozenset({BruteForcePlanner.name})
-"""Planners that search exhaustively: only `check_oracle` runs them, on small programs."""
+_SLOW = frozenset({BruteForcePlanner.name, CheckmatePlanner.name, CheckmateLPPlanner.name})
+"""Planners that search exhaustively, or with a solver: tests of their own run them."""
 
 
 def random_program(pick: Pick, most_operators: int = 14) -> Program:
