@@ -3,8 +3,8 @@
     model = torch.compile(model, backend="dtr", options={"budget": "8GiB"})
 
 needs no import of this package; what it exports is for looking at what was done (`reports`), for
-scripts that cannot pass options (`set_defaults`), and for catching errors.  Importing it does not
-import torch.
+scripts that cannot pass options (`set_defaults`), for what not to keep (`recompute`), and for
+catching errors.  Importing it does not import torch.
 """
 
 from dtrcompile.options import Budget, Options, reset_defaults, set_defaults
@@ -12,12 +12,15 @@ from dtrcompile.passes.errors import (
     CaptureError,
     DTRError,
     InfeasibleBudgetError,
+    MissingExtraError,
     OptionError,
     PlanError,
     ProgramError,
     ProgramTooLargeError,
+    TimeLimitError,
     VerificationError,
 )
+from dtrcompile.recompute import recompute
 from dtrcompile.report import CompileReport, clear_reports, reports
 
 __version__ = "0.1.0"
@@ -28,13 +31,16 @@ __all__ = [
     "CompileReport",
     "DTRError",
     "InfeasibleBudgetError",
+    "MissingExtraError",
     "OptionError",
     "Options",
     "PlanError",
     "ProgramError",
     "ProgramTooLargeError",
+    "TimeLimitError",
     "VerificationError",
     "clear_reports",
+    "recompute",
     "reports",
     "reset_defaults",
     "set_defaults",

@@ -63,6 +63,7 @@ from dtrcompile.passes.torch_private import (
     select_decomp_table,
     tracing,
 )
+from dtrcompile.passes.wishes import tag_scopes
 from dtrcompile.report import CompileReport, add_report, next_graph_index
 from dtrcompile.source_hash import package_hash
 
@@ -285,6 +286,7 @@ class DTRPartitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split ``gm`` by default, then replace the split by a plan's graphs if need be."""
+        tag_scopes(gm)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         session = _SESSION.get() or _Session(self.options, next_graph_index(), Assignment())
         outcome = _plan(
@@ -427,6 +429,7 @@ def _compile_eager(
         joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint = joint_graph_passes(joint)
+        tag_scopes(joint)
         forward, backward = min_cut_rematerialization_partition(
             joint, joint_inputs, compiler="inductor", **kwargs
         )

@@ -63,3 +63,4 @@ from torch._inductor.virtualized import V
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import detect_fake_mode
 from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import CheckpointPolicy
