@@ -31,7 +31,6 @@ from dtrcompile.passes.program_io import from_checkmate_json, shared_data
 from dtrcompile.passes.replay import replay
 from tests.property.random_programs import random_program
 
-
 # The oracle itself, and what bench.planner_milp compares.
 SLOW = frozenset({"brute-force", "checkmate", "checkmate-lp"})
 
