@@ -34,6 +34,7 @@ from dtrcompile.passes.heuristics import (
 from dtrcompile.passes.index import ProgramIndex
 from dtrcompile.passes.plan import Plan
 from dtrcompile.passes.planners.base import Planner, keep_all, lower_bound_bytes
+from dtrcompile.passes.planners.chains import binomial_seed
 from dtrcompile.passes.planners.improve import Schedule, keep_what_fits, schedule_of
 from dtrcompile.passes.planners.intervals import Intervals
 from dtrcompile.passes.planners.search import Search
@@ -85,7 +86,7 @@ class AutoPlanner(Planner):
 
     Attributes:
         heuristic: run this one only (a name in `heuristics.HEURISTICS`); None: the portfolio.
-        cost_limit: no plan costs more than this multiple of the baseline.
+        cost_limit: a candidate is given up at this multiple of the baseline's cost.
         planning_s: about how many seconds one plan may take; None: 2 ms an operator, at most 5 s.
             It stands for a fixed amount of work, so a slower machine takes longer, and the
             candidate that runs when the work is used up is finished.
@@ -137,25 +138,22 @@ class AutoPlanner(Planner):
             InfeasibleBudgetError: if there is none.
         """
         work = self._work(index)
+        chain = binomial_seed(index, budget_bytes)
+        if chain is not None and self.first_fit:
+            return chain
         seeds = self._seeds(index, budget_bytes, int(_CANDIDATE_SHARE * work))
         if self.first_fit and seeds:
             return seeds[0]
-        searches = [Search(_loaded(index, budget_bytes, seed)) for seed in seeds]
+        if chain is not None:
+            seeds = sorted([chain, *seeds], key=_rank)
+        searches = [Search(_loaded(index, budget_bytes, seed)) for seed in seeds[:_SEEDS]]
         # Where no heuristic gets through, choosing by cost and bytes with all in view may.
         searches = searches or [Search(Intervals(index, budget_bytes))]
-        cost_limit_ns = self.cost_limit * max(index.program.cost_ns, 1)
-        searches = [s for s in searches if s.repair(cost_limit_ns, work_limit=s.work + work)]
-        if self.first_fit:
-            work = 0
-        elif len(searches) > 1:
-            trial = int(_TRIAL_SHARE * work)
-            for search in searches:
-                search.run(trial, 0.0, _TRIAL_SHARE)
-                work -= trial
+        searches = [s for s in searches if s.repair(work_limit=s.work + work)]
         if searches:
-            best = min(searches, key=lambda search: search.state.cost_ns)
-            best.run(int((1.0 - _CANDIDATE_SHARE) * work), _TRIAL_SHARE)
-            seeds = [*seeds, best.state.schedule()]
+            if self.first_fit:
+                return searches[0].state.schedule()
+            seeds.append(self._searched(searches, work))
         fitting = [
             keep_what_fits(index, seed, budget_bytes)
             for seed in seeds
@@ -164,6 +162,18 @@ class AutoPlanner(Planner):
         if not fitting:
             raise InfeasibleBudgetError(budget_bytes)
         return min(fitting, key=_rank)
+
+    def _searched(self, searches: list[Search], work: int) -> Schedule:
+        """What the search makes of the seed that it gets furthest from."""
+        work = int((1.0 - _CANDIDATE_SHARE) * work)
+        if len(searches) > 1:
+            trial = int(_TRIAL_SHARE * work)
+            for search in searches:
+                search.run(trial, 0.0, _TRIAL_SHARE)
+                work -= trial
+        best = min(searches, key=lambda search: search.state.cost_ns)
+        best.run(work, _TRIAL_SHARE)
+        return best.state.schedule()
 
     def _seeds(self, index: ProgramIndex, budget_bytes: int, work: int) -> list[Schedule]:
         """The best few plans that the simulator makes, best first."""
