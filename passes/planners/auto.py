@@ -65,9 +65,9 @@ _CANDIDATES: tuple[Heuristic, ...] = (
 )
 
 # What a second is worth in units of `search.Search.work`, on one core of a server of 2020.
-_UNITS_PER_S = 65_000
-# A step of the simulator costs about as much as two of those.
-_UNITS_PER_STEP = 2
+_UNITS_PER_S = 500_000
+# A step of the simulator costs about as much as ten of those.
+_UNITS_PER_STEP = 10
 # Without an option: seconds for each operator, and at most.
 _SECONDS_PER_OPERATOR = 2e-3
 _DEFAULT_S = 5.0
@@ -76,8 +76,11 @@ _CANDIDATE_SHARE = 0.3
 _TRIAL_SHARE = 0.1
 _SEEDS = 3
 _WALK_LIMIT = 64
-# Where no candidate fits, the rest are tried up to this multiple of the work.
-_HOPELESS = 1.0
+# Where no candidate fits: so much more is tried, and lowered in so many steps.
+_LOOSER_PERCENT = (105, 115, 130, 160, 220)
+_SQUEEZES = 8
+# Where no candidate fits, at least so many are tried.
+_FEW = 4
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,9 @@ class AutoPlanner(Planner):
         if chain is not None:
             seeds = sorted([chain, *seeds], key=_rank)
         searches = [Search(_loaded(index, budget_bytes, seed)) for seed in seeds[:_SEEDS]]
-        # Where no heuristic gets through, choosing by cost and bytes with all in view may.
-        searches = searches or [Search(Intervals(index, budget_bytes))]
         searches = [s for s in searches if s.repair(work_limit=s.work + work)]
+        if not seeds:
+            searches = self._squeezed(index, budget_bytes, work)
         if searches:
             if self.first_fit:
                 return searches[0].state.schedule()
@@ -162,6 +165,28 @@ class AutoPlanner(Planner):
         if not fitting:
             raise InfeasibleBudgetError(budget_bytes)
         return min(fitting, key=_rank)
+
+    def _squeezed(self, index: ProgramIndex, budget_bytes: int, work: int) -> list[Search]:
+        """Where no heuristic gets through: a plan for more bytes, repaired down to the budget."""
+        for percent in _LOOSER_PERCENT:
+            loose_bytes = budget_bytes * percent // 100
+            seeds = replace(self, first_fit=True)._seeds(index, loose_bytes, work)
+            if not seeds:
+                continue
+            search = Search(_loaded(index, loose_bytes, seeds[0]))
+            limit = search.work + work
+            for k in range(_SQUEEZES - 1, -1, -1):
+                search.state.budget_bytes = (
+                    budget_bytes + (loose_bytes - budget_bytes) * k // _SQUEEZES
+                )
+                if not search.repair(power=1.0, work_limit=limit) and not search.repair(
+                    power=0.0, work_limit=limit
+                ):
+                    break
+            else:
+                search.state.log.clear()
+                return [search]
+        return []
 
     def _searched(self, searches: list[Search], work: int) -> Schedule:
         """What the search makes of the seed that it gets furthest from."""
@@ -178,11 +203,12 @@ class AutoPlanner(Planner):
     def _seeds(self, index: ProgramIndex, budget_bytes: int, work: int) -> list[Schedule]:
         """The best few plans that the simulator makes, best first."""
         seeds: list[Schedule] = []
-        for options in self.candidates():
+        most_work = work
+        for tried, options in enumerate(self.candidates()):
             if seeds and (self.first_fit or not options.hold_sources or work <= 0):
                 break
-            if work <= -_HOPELESS * abs(self._work(index)):
-                break
+            if tried >= _FEW and options.hold_sources and work <= -most_work:
+                continue
             simulator = Simulator(index, budget_bytes, options)
             try:
                 steps = simulator.run().steps
@@ -202,6 +228,8 @@ class AutoPlanner(Planner):
         heuristics = _CANDIDATES
         if self.heuristic is not None:
             heuristics = (HEURISTICS[self.heuristic](),)
+        elif self.first_fit:
+            heuristics = heuristics[:_FEW]
         usual = SimulatorOptions(cost_limit=self.cost_limit, walk_limit=_WALK_LIMIT)
         return (
             *(replace(usual, heuristic=h) for h in heuristics),

@@ -33,7 +33,9 @@ from dtrcompile.passes.planners.improve import BOUNDARY, Schedule, tidy
 
 IntArray = npt.NDArray[np.int64]
 
-_LONG_STAGE = 32
+_LONG_STAGE = 64
+# A touch that changes what is kept is so much more work than one more of the same.
+_CHANGE = 7
 
 
 class Intervals:
@@ -42,7 +44,7 @@ class Intervals:
     Attributes:
         cost_ns: of all operators that run.
         held_bytes: for each stage, the most that is held in it.
-        work: touches changed so far; what moves cost.
+        work: what the moves so far cost, in units of very roughly 2 µs.
         segment_item, segment_start, segment_stop, segment_kept: one slot for each pair of
             neighbouring touches of a root that may be evicted between them; start is -1 where the
             slot is free.
@@ -349,6 +351,7 @@ class Intervals:
         if t in counts:
             self._add_count(u, t)
             return
+        self.work += _CHANGE
         touches = self.touches[u]
         at = bisect_left(touches, t)
         before = touches[at - 1]
@@ -394,6 +397,7 @@ class Intervals:
         if self.counts[u][t] > 1:
             self._drop_count(u, t)
         else:
+            self.work += _CHANGE
             touches = self.touches[u]
             at = bisect_left(touches, t)
             before = touches[at - 1]
@@ -582,7 +586,7 @@ class Intervals:
         runs = self.runs.get(t)
         if runs is None:
             return [o]
-        self.work += len(runs) // 16
+        self.work += len(runs) // 4
         if len(runs) > _LONG_STAGE:
             # Baseline order is always possible; looking for the reader would be quadratic.
             return sorted([*runs, o])
@@ -596,6 +600,50 @@ class Intervals:
         if not made.isdisjoint(runs[at:]):
             return sorted([*runs, o])
         return [*runs[:at], o, *runs[at:]]
+
+    def reorder(self, t: int) -> bool:
+        """Depth first, longest branch first, where stage ``t`` then holds less; whether it does."""
+        runs = self.runs.get(t, [])
+        if len(runs) < 2:
+            return False
+        self.work += 8 * len(runs)
+        ordered = self._depth_first(t, runs)
+        if ordered == runs:
+            return False
+        mark = len(self.log)
+        self._set_runs(t, ordered)
+        before_bytes = int(self.held_bytes[t])
+        self.dirty.add(t)
+        self.settle()
+        if self.held_bytes[t] < before_bytes:
+            return True
+        self.undo_to(mark)
+        return False
+
+    def _depth_first(self, t: int, runs: list[int]) -> list[int]:
+        index = self.index
+        own = self.own[t]
+        members = set(runs)
+        depth: dict[int, int] = {}
+        below: dict[int, list[int]] = {}
+        for o in sorted(runs) + ([own] if own >= 0 else []):
+            below[o] = list(
+                dict.fromkeys(p for u in index.inputs[o] if (p := index.producer[u]) in members)
+            )
+            depth[o] = 1 + sum(depth[p] for p in below[o])
+            below[o].sort(key=lambda p: (depth[p], p))
+        ordered: dict[int, None] = {}
+        # The stage's own operator first; what only later stages read comes after it.
+        stack = sorted(runs) + ([own] if own >= 0 else [])
+        while stack:
+            o = stack[-1]
+            missing = [p for p in below[o] if p not in ordered]
+            if missing and o not in ordered:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            ordered[o] = None
+        return [o for o in ordered if o != own]
 
     # Bytes within a stage
 
@@ -672,7 +720,7 @@ class Intervals:
                 if last[s] == k and s in resident and not self._kept_after(roots[s], t):
                     resident.remove(s)
                     live -= size[s]
-        self.work += len(operators)
+        self.work += 8 + len(operators)
         return max(most, live + self._arriving(t))
 
     def _arriving(self, t: int) -> int:

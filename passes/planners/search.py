@@ -25,6 +25,8 @@ from dtrcompile.passes.planners.intervals import IntArray, Intervals
 
 # An eviction's true cost is found by trying it; so many of the likely ones are tried.
 _TRIES = 4
+# Where none of those helps, so many.
+_MOST_TRIES = 48
 # So many evictions may make up for one that is undone.
 _REPAIRS = 3
 _REPAIRS_MORE = 8
@@ -51,7 +53,7 @@ class Search:
 
     @property
     def work(self) -> int:
-        """Work so far, in units of very roughly 10 µs: changes, and looking for them."""
+        """Work so far, in units of very roughly 2 µs: changes, and looking for them."""
         return self.state.work + self.looks
 
     @property
@@ -97,6 +99,8 @@ class Search:
             most_evictions -= 1
             if state.cost_ns >= most_ns or most_evictions < 0 or self.work > work_limit:
                 return False
+            if state.reorder(t):
+                continue
             if not self._relieve(t, excess, locked, blur, power, most_ns):
                 return False
 
@@ -114,7 +118,7 @@ class Search:
         slots = np.flatnonzero(
             state.segment_kept & (state.segment_start < t) & (state.segment_stop > t)
         )
-        self.looks += 8 + len(state.segment_kept) // 2048 + len(slots) // 32
+        self.looks += 40 + len(state.segment_kept) // 256 + len(slots) // 4
         if not len(slots):
             return False
         over = np.concatenate(([0], np.cumsum(excess > 0)))
@@ -128,7 +132,9 @@ class Search:
         best: tuple[float, int, int] | None = None
         tries = 0
         for k in np.argsort(scores, kind="stable").tolist():
-            if best is not None and (scores[k] >= best[0] or tries >= _TRIES):
+            if tries >= (_MOST_TRIES if best is None else _TRIES):
+                break
+            if best is not None and scores[k] >= best[0]:
                 break
             slot = int(slots[k])
             u, stop = int(state.segment_item[slot]), int(state.segment_stop[slot])
@@ -149,7 +155,7 @@ class Search:
                 if here > 0:
                     ratio = max(total - int(left.sum()), 0) / here
                     gain = here * _power_of_one(ratio, power)
-            self.looks += 4
+            self.looks += 20 + len(excess) // 512
             state.undo_to(mark)
             state.learn(slot, added_ns)
             if gain > 0 and (best is None or (added_ns + 1e-3) / gain < best[0]):
@@ -165,7 +171,7 @@ class Search:
         state = self.state
         while True:
             slots = self._evicted()
-            self.looks += 16 + len(state.held_bytes) // 512 + len(slots) // 16
+            self.looks += 100 + len(state.held_bytes) // 32 + len(slots) // 2
             start, stop = state.segment_start[slots], state.segment_stop[slots]
             sizes = state.segment_bytes[slots]
             fits = state.budget_bytes - _range_max(state.held_bytes, start + 1, stop) >= sizes
@@ -190,7 +196,7 @@ class Search:
         mark, before_ns = len(state.log), state.cost_ns
         state.keep(int(state.segment_item[slot]), stop)
         state.settle()
-        self.looks += 4
+        self.looks += 20
         if state.cost_ns < before_ns and self.fits:
             return True
         state.undo_to(mark)
@@ -202,7 +208,7 @@ class Search:
         """Keep ``count`` evicted storages that lie close together; their (root, stage)."""
         state = self.state
         slots = self._evicted()
-        self.looks += 8 + len(slots) // 32
+        self.looks += 40 + len(slots) // 4
         if not len(slots):
             return frozenset()
         first = slots[self.random.randrange(len(slots))]
