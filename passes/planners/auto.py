@@ -65,9 +65,9 @@ _CANDIDATES: tuple[Heuristic, ...] = (
 )
 
 # What a second is worth in units of `search.Search.work`, on one core of a server of 2020.
-_UNITS_PER_S = 500_000
-# A step of the simulator costs about as much as ten of those.
-_UNITS_PER_STEP = 10
+_UNITS_PER_S = 600_000
+# A step of the simulator costs about as much as a dozen of those.
+_UNITS_PER_STEP = 12
 # Without an option: seconds for each operator, and at most.
 _SECONDS_PER_OPERATOR = 2e-3
 _DEFAULT_S = 5.0
@@ -77,8 +77,10 @@ _TRIAL_SHARE = 0.1
 _SEEDS = 3
 _WALK_LIMIT = 64
 # Where no candidate fits: so much more is tried, and lowered in so many steps.
-_LOOSER_PERCENT = (105, 115, 130, 160, 220)
+_LOOSER_PERCENT = (115, 160)
 _SQUEEZES = 8
+# For searching the smallest budget, that part of the work must do.
+_QUICK = 4
 # Where no candidate fits, at least so many are tried.
 _FEW = 4
 
@@ -152,7 +154,9 @@ class AutoPlanner(Planner):
         searches = [Search(_loaded(index, budget_bytes, seed)) for seed in seeds[:_SEEDS]]
         searches = [s for s in searches if s.repair(work_limit=s.work + work)]
         if not seeds:
-            searches = self._squeezed(index, budget_bytes, work)
+            searches = self._squeezed(
+                index, budget_bytes, work // _QUICK if self.first_fit else work
+            )
         if searches:
             if self.first_fit:
                 return searches[0].state.schedule()
@@ -209,6 +213,8 @@ class AutoPlanner(Planner):
                 break
             if tried >= _FEW and options.hold_sources and work <= -most_work:
                 continue
+            if not options.hold_sources and not any(index.makes_once):
+                continue  # the same run as with it
             simulator = Simulator(index, budget_bytes, options)
             try:
                 steps = simulator.run().steps
