@@ -1,7 +1,9 @@
 """How good are the plans?  ``auto`` against every heuristic, the MILP optimum and DTR's simulator.
 
-Loads the public graphs beside the repository (see `program_io.shared_data`); says so where they
-are absent.  Overhead is planned cost / baseline cost; ``-`` means that no plan was found.
+Beside them a lower bound (`lower_bound`), so that the room left is known.  Heuristics are ours and,
+in column ``simrd``, the best of the authors' simulator.  Loads the public graphs beside the
+repository (see `program_io.shared_data`); says so where they are absent.  Overhead is planned cost
+/ baseline cost; ``-`` means that no plan was found.
 
     python -m bench.planner_quality [--quick] [--out results.jsonl]
 """
@@ -18,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.lower_bound import lower_bound_overhead
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.heuristics import HEURISTICS
 from dtrcompile.passes.planners import make_planner
@@ -26,7 +29,7 @@ from dtrcompile.passes.program_io import from_checkmate_json, from_simrd_log, sh
 from dtrcompile.passes.replay import replay
 
 _PAPER = ("h_dtr", "h_dtr_eq", "h_dtr_local", "h_msps", "h_lru", "h_size")
-_SIMRD_NAMES = {
+SIMRD_NAMES = {
     "h_DTR": "h_dtr",
     "h_DTR_eq": "h_dtr_eq",
     "h_DTR_local": "h_dtr_local",
@@ -34,7 +37,7 @@ _SIMRD_NAMES = {
     "h_LRU": "h_lru",
     "h_size (largest)": "h_size",
 }
-_RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+_RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def simrd_cases(data: Path, ratios: Iterable[float]) -> Iterator[Case]:
                 for row in rows
                 if row["log"] == program.name
                 and float(row["ratio"]) == ratio
-                and row["heuristic"] in _SIMRD_NAMES
+                and row["heuristic"] in SIMRD_NAMES
             ]
             done = [float(row["overhead"]) for row in here if row["status"] == "ok"]
             yield Case(
@@ -98,21 +101,23 @@ def overhead(program: Program, budget_bytes: int, name: str) -> tuple[float, flo
     return replay(program, plan)[1].overhead, planning_s
 
 
-def run(cases: Iterable[Case], out: Path | None) -> list[tuple[float, float]]:
-    """Print a table; returns (auto, best paper heuristic) for each case."""
-    columns = ("milp", "simrd", "auto", *_PAPER)
+def run(cases: Iterable[Case], out: Path | None) -> list[tuple[float, float, float]]:
+    """Print a table; returns (auto, best heuristic, ours or simrd's, bound) for each case."""
+    columns = ("bound", "milp", "simrd", "auto", *_PAPER)
     print(f"{'':34}" + "".join(f"{c:>12}" for c in columns) + "   seconds")
     pairs = []
     for case in cases:
         found = dict(case.others)
+        found["bound"] = lower_bound_overhead(case.program, case.budget_bytes)
         found["auto"], auto_s = overhead(case.program, case.budget_bytes, "auto")
         for name in _PAPER:
             found[name], _ = overhead(case.program, case.budget_bytes, name)
         cells = [found.get(c, math.nan) for c in columns]
         text = "".join(f"{'-' if math.isnan(c) else format(c, '.4f'):>12}" for c in cells)
         print(f"{case.label:34}{text}   {auto_s:7.2f}", flush=True)
-        paper = [found[name] for name in _PAPER if not math.isnan(found[name])]
-        pairs.append((found["auto"], min(paper, default=math.nan)))
+        rivals = (*_PAPER, "simrd")
+        paper = [found[name] for name in rivals if not math.isnan(found.get(name, math.nan))]
+        pairs.append((found["auto"], min(paper, default=math.nan), found["bound"]))
         if out is not None:
             with out.open("a") as lines:
                 record = {
@@ -125,17 +130,20 @@ def run(cases: Iterable[Case], out: Path | None) -> list[tuple[float, float]]:
     return pairs
 
 
-def summarize(pairs: Iterable[tuple[float, float]]) -> str:
-    """Extra compute of ``auto`` against the best heuristic of each case, where both found one."""
-    both = [(a - 1, b - 1) for a, b in pairs if not math.isnan(a) and not math.isnan(b)]
-    ratios = [a / b for a, b in both if b > 0]
+def summarize(triples: Iterable[tuple[float, float, float]]) -> str:
+    """Extra compute of ``auto``, and of the bound, against the best heuristic of each case."""
+    both = [(a - 1, b - 1, c - 1) for a, b, c in triples if not math.isnan(a) and not math.isnan(b)]
+    ratios = [a / b for a, b, _ in both if b > 0]
     if not ratios:
         return "nothing to compare"
+    bounds = [c / b for _, b, c in both if b > 0 and not math.isnan(c)]
     mean = math.exp(sum(math.log(max(r, 1e-6)) for r in ratios) / len(ratios))
     return (
         f"extra compute of auto / best paper heuristic: mean of ratios"
         f" {sum(ratios) / len(ratios):.3f}, geometric {mean:.3f},"
-        f" of sums {sum(a for a, _ in both) / sum(b for _, b in both):.3f}, worst {max(ratios):.3f}"
+        f" of sums {sum(a for a, _, _ in both) / sum(b for _, b, _ in both):.3f},"
+        f" worst {max(ratios):.3f}\n"
+        f"of the lower bound: mean of ratios {sum(bounds) / max(len(bounds), 1):.3f}"
     )
 
 
@@ -144,15 +152,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="small graphs and few budgets")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--ratios", help="of the logs, comma-separated; default: 0.9 to 0.1")
     parser.add_argument("--only", default="", help="cases whose label holds this")
     args = parser.parse_args()
     data = shared_data()
     if data is None:
         print("no shared data beside the repository; set DTRCOMPILE_SHARED")
         return 0
+    ratios = (0.5,) if args.quick else _RATIOS
+    if args.ratios:
+        ratios = tuple(float(ratio) for ratio in args.ratios.split(","))
     for title, cases in (
         ("Checkmate graphs", checkmate_cases(data)),
-        ("simrd logs", simrd_cases(data, (0.5,) if args.quick else _RATIOS)),
+        ("simrd logs", simrd_cases(data, ratios)),
     ):
         print(title)
         wanted = (

@@ -23,8 +23,9 @@ from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planners import keep_all, make_planner
 from dtrcompile.passes.replay import replay
 
-_LAYERS = (5, 14, 46, 137, 455, 910)
-_QUICK_LAYERS = (5, 14, 46)
+# 12, 48 and 96 layers are GPT-2 small, XL and twice that; 910 layers are 20,020 operators.
+_LAYERS = (5, 12, 48, 96, 137, 455, 910)
+_QUICK_LAYERS = (5, 12, 48)
 _SHARES = (0.5, 0.25)
 
 
@@ -39,6 +40,15 @@ def machine() -> dict[str, object]:
     }
 
 
+def most_mb() -> int:
+    """The most memory that this process has had, in MB; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -47,7 +57,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; the median counts")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     args = parser.parse_args()
-    print(f"{'operators':>10}{'share':>8}{'overhead':>10}{'cpu s':>9}{'wall s':>9}{'ms/op':>8}")
+    print(
+        f"{'operators':>10}{'share':>8}{'overhead':>10}{'cpu s':>9}{'wall s':>9}{'ms/op':>8}"
+        f"{'MB':>7}"
+    )
     points: dict[float, list[tuple[int, float]]] = {share: [] for share in _SHARES}
     for layers in _QUICK_LAYERS if args.quick else _LAYERS:
         program = transformer(layers)
@@ -70,7 +83,7 @@ def main() -> int:
             points[share].append((n, cpu_s))
             print(
                 f"{n:>10}{share:>8}{overhead:>10.4f}{cpu_s:>9.2f}{wall_s:>9.2f}"
-                f"{1e3 * cpu_s / n:>8.2f}",
+                f"{1e3 * cpu_s / n:>8.2f}{most_mb():>7}",
                 flush=True,
             )
             if args.out is not None:
@@ -82,6 +95,7 @@ def main() -> int:
                     "overhead": None if math.isnan(overhead) else overhead,
                     "cpu_s": cpu_s,
                     "wall_s": wall_s,
+                    "process_mb": most_mb(),
                     **machine(),
                 }
                 with args.out.open("a") as lines:

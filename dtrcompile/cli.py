@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--budget", required=True, help="such as 8GiB, 40%% or min")
     plan.add_argument("--planner", default="auto")
     plan.add_argument("--heuristic", default=None)
+    plan.add_argument("--planning-s", type=float, default=None, help="of planner auto")
     plan.add_argument("-o", "--output", type=Path, help="write the plan to this file")
     plan.set_defaults(run=_plan)
 
@@ -142,7 +143,12 @@ def _plan(parsed: argparse.Namespace) -> None:
     from dtrcompile.passes.planners.base import keep_all
     from dtrcompile.passes.replay import replay
 
-    options = {"budget": parsed.budget, "planner": parsed.planner, "heuristic": parsed.heuristic}
+    options = {
+        "budget": parsed.budget,
+        "planner": parsed.planner,
+        "heuristic": parsed.heuristic,
+        "planning_s": parsed.planning_s,
+    }
     checked = Options.parse(options)
     program = _read_program(parsed.program)
     _, baseline = replay(program, keep_all(program))
@@ -152,8 +158,7 @@ def _plan(parsed: argparse.Namespace) -> None:
         raise OptionError(
             "--budget auto needs a device; give an amount, such as 8GiB, 40% or min."
         ) from error
-    arguments = {} if checked.heuristic is None else {"heuristic": checked.heuristic}
-    planner = make_planner(checked.planner, **arguments)
+    planner = make_planner(checked.planner, **checked.planner_options())
     if budget_bytes is None:
         plan = minimum_plan(program, planner)
     else:

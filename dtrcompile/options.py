@@ -267,6 +267,9 @@ class Options:
         planner: a name in `dtrcompile.passes.planners.PLANNERS`, or ``"auto"``.
         heuristic: a name in `dtrcompile.passes.heuristics.HEURISTICS`; None lets the planner
             choose.
+        planning_s: about how many seconds planner ``"auto"`` may take for one plan, of which a
+            compilation makes up to half a dozen; it stands for a fixed amount of work, so that the
+            plan does not depend on the machine.  None: 2 ms an operator, at most 5 s.
         cost_model: ``"roofline"`` (analytic) or ``"measured"`` (each operator timed once).
         compiler: ``"inductor"``, or ``"eager"`` (the reference executor, which counts bytes).
         inductor: passed on to Inductor as configuration patches, ``"mode"`` included; frozen, see
@@ -278,6 +281,7 @@ class Options:
     reserve: Budget = _ZERO
     planner: str = "auto"
     heuristic: str | None = None
+    planning_s: float | None = None
     cost_model: str = "roofline"
     compiler: str = "inductor"
     inductor: FrozenMapping = ()
@@ -330,7 +334,8 @@ class Options:
 
     def planner_options(self) -> dict[str, Any]:
         """What `passes.planners.make_planner` takes beside the name."""
-        return {} if self.heuristic is None else {"heuristic": self.heuristic}
+        given = {"heuristic": self.heuristic, "planning_s": self.planning_s}
+        return {name: value for name, value in given.items() if value is not None}
 
     def cache_key(self) -> str:
         """Equal for equal options, in any process; covers every option."""
@@ -403,6 +408,8 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
                 values[name] = (
                     None if value is None else _parse_name(value, name, _heuristic_names())
                 )
+            case "planning_s":
+                values[name] = None if value is None else _parse_seconds(value, name)
             case "cost_model":
                 values[name] = _parse_name(value, name, COST_MODELS)
             case "compiler":
@@ -419,6 +426,19 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
             case _:
                 raise OptionError.unknown("option", name, names)
     return values
+
+
+def _parse_seconds(value: object, name: str) -> float:
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not 0 <= value < float("inf")
+    ):
+        raise OptionError(
+            f"option {name!r} must be a number of seconds, 0 or more, not {_show(value)}"
+            f" of type {type(value).__name__}."
+        )
+    return float(value)
 
 
 def _planner_names() -> set[str]:

@@ -302,12 +302,34 @@ def from_simrd_log(path: Path) -> Program:
         return _SimrdReader(path).read(lines)
 
 
+def simrd_releases(path: Path) -> tuple[int, ...]:
+    """When the user let go of each storage of `from_simrd_log`'s program.
+
+    The id of the operator that ran before the last reference to any of its tensors was released,
+    or the number of operators where one is held to the end.  A plan need not wait for it; the
+    authors' simulator does.
+
+    Raises:
+        ProgramError: if the file is not of this form.
+    """
+    reader = _SimrdReader(path)
+    with gzip.open(path, "rt") as lines:
+        program = reader.read(lines)
+    last = [-1] * len(program.storages)
+    for tensor in program.tensors:
+        held = reader.references.get(tensor.id, 0) > 0
+        end = len(program.operators) if held else reader.released_after.get(tensor.id, -1)
+        last[tensor.storage] = max(last[tensor.storage], end)
+    return tuple(last)
+
+
 class _SimrdReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.builder = _Builder()
         self.tensor_of: dict[str, int] = {}
         self.references: dict[int, int] = {}
+        self.released_after: dict[int, int] = {}
         # An operator is complete when MEMORY and ALIAS of all its results have been read.
         self.awaiting: dict[str, int] = {}
         self.size_of: dict[str, int] = {}
@@ -378,7 +400,9 @@ class _SimrdReader:
         self.references[tensor] = self.references.get(tensor, 0) + 1
 
     def release(self, name: str) -> None:
-        self.references[self.tensor_of.pop(name)] -= 1
+        tensor = self.tensor_of.pop(name)
+        self.references[tensor] -= 1
+        self.released_after[tensor] = len(self.builder.operators) - 1
 
     def memory(self, name: str, size_bytes: int) -> None:
         if name in self.awaiting:

@@ -12,13 +12,14 @@ from itertools import product
 from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError, ProgramTooLargeError
 from dtrcompile.passes.heuristics import HEURISTICS
 from dtrcompile.passes.index import ProgramIndex
-from dtrcompile.passes.plan import Compute, Free, Plan
+from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step
 from dtrcompile.passes.planners import PLANNERS, keep_all, lower_bound_bytes, make_planner
 from dtrcompile.passes.planners.base import Planner
 from dtrcompile.passes.planners.brute_force import BruteForcePlanner
 from dtrcompile.passes.planners.checkmate import CheckmatePlanner
 from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner
-from dtrcompile.passes.planners.improve import keep_what_fits, schedule_of
+from dtrcompile.passes.planners.improve import BOUNDARY, keep_what_fits, schedule_of
+from dtrcompile.passes.planners.intervals import Intervals
 from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
 from dtrcompile.passes.simulator import Deallocation, SimulatorOptions, simulate
@@ -151,6 +152,55 @@ def check_run(
     assert better.cost_ns == stats.cost_ns <= schedule.cost_ns
 
 
+def check_intervals(program: Program, budget_bytes: int, pick: Pick) -> None:
+    """Retention intervals: every stage's bytes and the cost are the referee's after any moves.
+
+    Starts from a run's schedule where there is one; some of the moves are taken back.
+    """
+    index = ProgramIndex.of(program)
+    state = Intervals(index, budget_bytes)
+    try:
+        run = simulate(index, budget_bytes, SimulatorOptions())
+    except InfeasibleBudgetError:
+        pass
+    else:
+        schedule = schedule_of(index, run.steps)
+        state.load(schedule)
+        assert state.cost_ns <= schedule.cost_ns
+    check_stages(program, state)
+    for _ in range(4):
+        mark, cost_ns, held_bytes = len(state.log), state.cost_ns, state.held_bytes.tolist()
+        for _ in range(pick(1, 3)):
+            segments = sorted(state.slot)
+            if segments:
+                u, t = segments[pick(0, len(segments) - 1)]
+                move = state.evict if state.segment_kept[state.slot[u, t]] else state.keep
+                move(u, t)
+        state.settle()
+        check_stages(program, state)
+        if pick(0, 1):
+            state.undo_to(mark)
+            assert (state.cost_ns, state.held_bytes.tolist()) == (cost_ns, held_bytes)
+            check_stages(program, state)
+
+
+def check_stages(program: Program, state: Intervals) -> None:
+    """Replays the state's plan and compares stage by stage."""
+    steps: list[Step] = []
+    stages: list[int] = []
+    for t in range(state.n_stages):
+        for o, freed in state.entries(t):
+            steps.append(Boundary() if o == BOUNDARY else Compute(o))
+            steps.extend(Free(s) for s in freed)
+        stages += [t] * (len(steps) - len(stages))
+    timeline, stats = replay(program, Plan(tuple(steps), program.fingerprint, "test"))
+    assert stats.cost_ns == state.cost_ns
+    most: dict[int, int] = {}
+    for t, during_bytes in zip(stages, timeline.during_bytes, strict=True):
+        most[t] = max(most.get(t, 0), during_bytes)
+    assert most == {t: state.held_bytes[t] for t in most}
+
+
 def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> None:
     """Every planner: a plan within the budget or the typed error; the same plan again."""
     for name in sorted(PLANNERS.keys() - _SLOW):
@@ -265,6 +315,7 @@ def check_everything(pick: Pick, most_operators: int = 14) -> None:
         check_planners(program, budget_bytes, baseline_bytes)
     middle = budgets(program, pick)[2]
     check_speed_options(program, middle)
+    check_intervals(program, middle, pick)
     check_scaling(program, middle)
     check_mutants(program, baseline, pick)
     check_oracle(random_program(pick, min(8, most_operators)))

@@ -78,6 +78,13 @@ def test_no_speed_trick_makes_a_plan_invalid(drawn: tuple[Program, Pick]) -> Non
 
 @given(programs())
 @settings(max_examples=EXAMPLES)
+def test_moves_of_the_search_count_bytes_as_the_referee_does(drawn: tuple[Program, Pick]) -> None:
+    program, pick = drawn
+    random_programs.check_intervals(program, random_programs.budgets(program, pick)[2], pick)
+
+
+@given(programs())
+@settings(max_examples=EXAMPLES)
 def test_twice_the_bytes_in_twice_the_budget_is_the_same_plan(drawn: tuple[Program, Pick]) -> None:
     program, pick = drawn
     random_programs.check_scaling(program, random_programs.budgets(program, pick)[2])

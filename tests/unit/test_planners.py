@@ -10,7 +10,7 @@ from itertools import combinations
 
 import pytest
 
-from bench.synthetic import ProgramBuilder, training_chain, transformer
+from bench.synthetic import ProgramBuilder, training_chain, transformer, unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
 from dtrcompile.passes.heuristics import HEURISTICS
 from dtrcompile.passes.index import ProgramIndex
@@ -261,6 +261,29 @@ def test_a_program_that_only_holds_constants(name: str) -> None:
     with pytest.raises(InfeasibleBudgetError):
         make_planner(name).plan(program, 7)
     assert infeasible(program, 7, make_planner(name)).minimum_bytes == 8
+
+
+def test_more_planning_time_makes_no_worse_plan_and_none_is_allowed() -> None:
+    program = transformer(6)
+    budget_bytes = baseline_bytes(program) // 2
+    costs = []
+    for planning_s in (0, 0.05, 0.5):
+        plan = make_planner("auto", planning_s=planning_s).plan(program, budget_bytes)
+        timeline, stats = replay(program, plan)
+        assert timeline.peak_bytes <= budget_bytes
+        costs.append(stats.cost_ns)
+    # The first stops after its first candidate; the others search on.
+    assert costs[0] > costs[1] > costs[2]
+    with pytest.raises(OptionError, match="planning_s is -1"):
+        make_planner("auto", planning_s=-1)
+
+
+@pytest.mark.parametrize("memory", [3, 6, 12])
+def test_auto_takes_the_binomial_schedule_where_it_is_best(memory: int) -> None:
+    program = unit_chain(48)
+    plan = make_planner("auto").plan(program, memory)
+    best = make_planner("treeverse", way="linearized", window=1).plan(program, memory)
+    assert replay(program, plan)[1].cost_ns <= replay(program, best)[1].cost_ns
 
 
 def test_planning_is_the_same_in_another_process() -> None:
