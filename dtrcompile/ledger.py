@@ -247,6 +247,16 @@ class Ledger:
         self.refusal: InfeasibleBudgetError | None = None
         self.is_partial = False  # the step being observed had begun before
 
+    @property
+    def is_whole_peak(self) -> bool:
+        """Whether the budget is what the step holds without one, less no reserve."""
+        budget, reserve = self.options.budget, self.options.reserve
+        return (
+            budget.kind is BudgetKind.SHARE
+            and budget.share == 1
+            and not (reserve.share or reserve.size_bytes)
+        )
+
     # While the first step runs
 
     def first_assignment(self, more_follow: bool) -> Assignment:
@@ -259,7 +269,10 @@ class Ledger:
             if n and planned is not None:
                 outside += n * planned.chosen.kept_bytes + planned.chosen.constant_bytes
                 waiting += n
-        if self.options.budget.kind is BudgetKind.SHARE and (waiting or more_follow):
+        budget = self.options.budget
+        if self.is_whole_peak:
+            return Assignment()  # the whole peak of the step: every graph may have its own
+        if budget.kind is BudgetKind.SHARE and (waiting or more_follow):
             note = "one of several graphs of the step: as small as can be until all are known"
             return Assignment(more_follow=more_follow, is_share_of_unknown=True, note=note)
         note = ""
@@ -316,8 +329,12 @@ class Ledger:
         """
         sequence = [c.graph for c in calls if c.graph.planned is not None]
         graphs = list(dict.fromkeys(sequence))
-        if len(sequence) < 2 and not any(
-            (a := _of(g).assignment).more_follow or a.is_share_of_unknown for g in graphs
+        if (
+            self.is_whole_peak
+            or len(sequence) < 2
+            and not any(
+                (a := _of(g).assignment).more_follow or a.is_share_of_unknown for g in graphs
+            )
         ):
             return
         step = _Step(

@@ -167,8 +167,10 @@ def copied_module(gm: fx.GraphModule) -> fx.GraphModule:
             env[node]._dynamo_source = node._dynamo_source
     copy = fx.GraphModule(gm, graph)
     copy.meta = dict(gm.meta)
-    if hasattr(gm, "shape_env"):
-        copy.shape_env = gm.shape_env
+    # What AOTAutograd looks for: symbolic sizes, and that the graph came from Dynamo.
+    for name in ("shape_env", "_param_name_to_source"):
+        if hasattr(gm, name):
+            setattr(copy, name, getattr(gm, name))
     return copy
 
 

@@ -96,7 +96,10 @@ def check_reports(budget: object) -> None:
     reports = dtrcompile.reports()
     assert reports, "nothing was compiled"
     for report in reports:
-        assert (report.budget_bytes is None) == (budget == "min"), str(report)
+        # One of several graphs of a step that is not over: a share of its peak is not known yet.
+        is_open = any("until all are known" in note for note in report.notes)
+        assert (report.budget_bytes is None) == (budget == "min" or is_open), str(report)
+        assert not (is_open and budget == UNBUDGETED), str(report)
         if report.budget_bytes is not None:
             assert report.promised_peak_bytes <= report.budget_bytes, str(report)
         assert report.promised_peak_bytes <= report.baseline_peak_bytes, str(report)
