@@ -18,6 +18,7 @@ from dtrcompile.passes.errors import (
     ProgramError,
     ProgramTooLargeError,
     TimeLimitError,
+    UnsupportedPlanError,
     VerificationError,
 )
 from dtrcompile.recompute import recompute
@@ -38,6 +39,7 @@ __all__ = [
     "ProgramError",
     "ProgramTooLargeError",
     "TimeLimitError",
+    "UnsupportedPlanError",
     "VerificationError",
     "clear_reports",
     "recompute",

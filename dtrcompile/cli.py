@@ -16,8 +16,11 @@ from dtrcompile.options import Budget, Options
 from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, OptionError, format_bytes
 
 if TYPE_CHECKING:
+    from dtrcompile.passes.host_link import HostLink
     from dtrcompile.passes.plan import Plan
     from dtrcompile.passes.program import Program
+
+_HOST_LINK = "bandwidth to the host in 10⁹ bytes/s, each way, for planner offload (not emitted)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,12 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--planner", default="auto")
     plan.add_argument("--heuristic", default=None)
     plan.add_argument("--planning-s", type=float, default=None, help="of planner auto")
+    plan.add_argument("--host-link", type=float, metavar="GB/S", help=_HOST_LINK)
     plan.add_argument("-o", "--output", type=Path, help="write the plan to this file")
     plan.set_defaults(run=_plan)
 
     replay = commands.add_parser("replay", help="check a plan file and say what it needs")
     replay.add_argument("program", type=Path, help="a program file")
     replay.add_argument("plan", type=Path, help="a plan file")
+    replay.add_argument("--host-link", type=float, metavar="GB/S", help=_HOST_LINK)
     replay.add_argument("--steps", action="store_true", help="print the bytes at every step")
     replay.set_defaults(run=_replay)
     return parser
@@ -158,7 +163,9 @@ def _plan(parsed: argparse.Namespace) -> None:
         raise OptionError(
             "--budget auto needs a device; give an amount, such as 8GiB, 40% or min."
         ) from error
-    planner = make_planner(checked.planner, **checked.planner_options())
+    link = _host_link(parsed)
+    linked = {} if link is None else {"host_link": link}
+    planner = make_planner(checked.planner, **checked.planner_options(), **linked)
     if budget_bytes is None:
         plan = minimum_plan(program, planner)
     else:
@@ -168,10 +175,10 @@ def _plan(parsed: argparse.Namespace) -> None:
             raise infeasible(program, budget_bytes, planner) from error
     if parsed.output is None:
         print(plan.to_text(), end="")
-        _print_stats(program, plan, file=sys.stderr)
+        _print_stats(program, plan, link, file=sys.stderr)
     else:
         parsed.output.write_text(plan.to_text(), encoding="utf-8")
-        _print_stats(program, plan, file=sys.stdout)
+        _print_stats(program, plan, link, file=sys.stdout)
 
 
 def _replay(parsed: argparse.Namespace) -> None:
@@ -180,12 +187,20 @@ def _replay(parsed: argparse.Namespace) -> None:
 
     program = _read_program(parsed.program)
     plan = Plan.from_text(_read_text(parsed.plan))
+    link = _host_link(parsed)
     if parsed.steps:
-        timeline, _ = replay(program, plan)
+        timeline, _ = replay(program, plan, link)
         rows = zip(plan.steps, timeline.during_bytes, timeline.after_bytes, strict=True)
         for index, (step, during, after) in enumerate(rows):
             print(f"{index:>7} {during:>15} {after:>15}  {step}")
-    _print_stats(program, plan, file=sys.stdout)
+    _print_stats(program, plan, link, file=sys.stdout)
+
+
+def _host_link(parsed: argparse.Namespace) -> HostLink | None:
+    from dtrcompile.passes.host_link import HostLink
+
+    # 10⁹ bytes/s is a byte a ns.
+    return None if parsed.host_link is None else HostLink(parsed.host_link)
 
 
 def _read_text(path: Path) -> str:
@@ -201,12 +216,12 @@ def _read_program(path: Path) -> Program:
     return from_json(_read_text(path))
 
 
-def _print_stats(program: Program, plan: Plan, *, file: TextIO) -> None:
+def _print_stats(program: Program, plan: Plan, link: HostLink | None, *, file: TextIO) -> None:
     from dtrcompile.passes.planners.base import keep_all
     from dtrcompile.passes.replay import replay
 
     _, baseline = replay(program, keep_all(program))
-    _, stats = replay(program, plan)
+    _, stats = replay(program, plan, link)
     share = stats.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 1.0
     rows = [
         ("planner", plan.planner),
@@ -220,5 +235,8 @@ def _print_stats(program: Program, plan: Plan, *, file: TextIO) -> None:
         ("overhead", f"{stats.overhead:.3f} x the baseline's compute"),
         ("extra runs", f"{stats.recomputed_operators} of {len(stats.recomputed)} operators"),
     ]
+    if link is not None:
+        copied = f"{stats.offloaded_bytes} bytes; compute waits {stats.stall_ns} ns"
+        rows.append(("to the host", copied))
     for name, text in rows:
         print(f"{name + ':':<15} {text}", file=file)

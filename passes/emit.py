@@ -26,7 +26,7 @@ from torch import fx
 from dtrcompile.passes.capture import Captured, output_arguments, view_base
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.nodes import Role, is_sequence, is_tensor, role
-from dtrcompile.passes.plan import Boundary, Compute, Free, Plan
+from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step, refuse_copies
 from dtrcompile.passes.torch_private import (
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
@@ -49,7 +49,12 @@ class Emitted:
 
 
 def emit(captured: Captured, plan: Plan) -> Emitted:
-    """Emit ``plan``, a plan of ``captured.program`` that the referee accepted."""
+    """Emit ``plan``, a plan of ``captured.program`` that the referee accepted.
+
+    Raises:
+        UnsupportedPlanError: if it copies to the host.
+    """
+    refuse_copies(plan, "emit")
     return _Emitter(captured, plan).run()
 
 
@@ -140,7 +145,7 @@ class _Emitter:
 
     # --- steps --------------------------------------------------------------------------------
 
-    def _emit_step(self, g: _Graph, step: Compute | Free | Boundary) -> None:
+    def _emit_step(self, g: _Graph, step: Step) -> None:
         if isinstance(step, Compute):
             self._compute(g, step.operator)
         elif isinstance(step, Free) and step.storage in g.owned:
@@ -327,7 +332,7 @@ class _Emitter:
     # --- saved for backward ---------------------------------------------------------------------
 
     def _saved(
-        self, forward: _Graph, steps: Iterable[tuple[int, Compute | Free | Boundary]]
+        self, forward: _Graph, steps: Iterable[tuple[int, Step]]
     ) -> tuple[
         list[tuple[fx.Node, fx.Node]], list[tuple[fx.Node, fx.Node]], list[tuple[fx.Node, fx.Node]]
     ]:

@@ -39,6 +39,10 @@ class PlanError(DTRError):
     """A plan breaks the rules of the referee (`replay.replay`)."""
 
 
+class UnsupportedPlanError(PlanError):
+    """A valid plan has steps that cannot be emitted (`plan.Offload`, `plan.Prefetch`)."""
+
+
 class CaptureError(DTRError):
     """The graph holds something that cannot be turned into a program."""
 

@@ -70,10 +70,15 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The storages that may be evicted now: ``ids``, ascending, and their facts in that order."""
+    """The storages that may be evicted now: ``ids``, ascending, and their facts in that order.
+
+    ``copy_ns``: what moving each to the host and back would cost, where there is a link; a storage
+    then costs the less of that and of being computed again.
+    """
 
     ids: Ids
     state: PoolState
+    copy_ns: Array | None = None
 
     @property
     def size_bytes(self) -> Array:
@@ -83,12 +88,12 @@ class Pool:
     @property
     def cost_ns(self) -> Array:
         """c0."""
-        return self.state.cost_ns[self.ids]
+        return self._or_copied(self.state.cost_ns[self.ids])
 
     @property
     def neighborhood_cost_ns(self) -> Array:
         """c0 and the neighborhood."""
-        return self.state.cost_ns[self.ids] + self.state.neighborhood_ns[self.ids]
+        return self._or_copied(self.state.cost_ns[self.ids] + self.state.neighborhood_ns[self.ids])
 
     @property
     def staleness_ns(self) -> Array:
@@ -99,6 +104,9 @@ class Pool:
     def distance_ns(self) -> Array:
         """Baseline time to the next use, at least 1; infinite where there is none."""
         return np.maximum(self.state.next_use_ns[self.ids] - self.state.baseline_clock_ns, 1.0)
+
+    def _or_copied(self, cost_ns: Array) -> Array:
+        return cost_ns if self.copy_ns is None else np.minimum(cost_ns, self.copy_ns)
 
 
 class Heuristic(ABC):

@@ -18,7 +18,7 @@ from torch import fx
 from dtrcompile.passes.capture import Captured
 from dtrcompile.passes.emit import Emitted, emit
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
-from dtrcompile.passes.plan import Plan
+from dtrcompile.passes.plan import Plan, refuse_copies
 from dtrcompile.passes.planners import minimum_plan
 from dtrcompile.passes.planners.base import Planner, keep_all
 from dtrcompile.passes.program import Program, StorageKind
@@ -243,6 +243,7 @@ class _Fit:
 
     def try_plan(self, plan: Plan) -> Candidate:
         """Emit, verify and measure a plan, once."""
+        refuse_copies(plan, "compiling")
         plan = tighten(self.program, without_rest(plan, self.program))
         if plan not in self.candidates:
             timeline, stats = replay(self.program, plan)

@@ -11,6 +11,10 @@ The text form is one step a line, so that a bug report is a file and two plans c
     free 3
     boundary
     compute 1
+
+A storage can also be moved to the host and back (`host_link.HostLink`): ``offload 3`` starts a
+copy to the host, ``free 3`` waits for it, ``prefetch 3`` starts the copy back.  Planners write such
+steps only if they are told of a link, and nothing emits them yet (`refuse_copies`).
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from dtrcompile.passes.errors import PlanError
+from dtrcompile.passes.errors import PlanError, UnsupportedPlanError
 
 _HEADER = "dtrcompile-plan 1"
 
@@ -42,7 +46,37 @@ class Boundary:
     """Forward ends here: what is resident is saved, and backward begins."""
 
 
-Step: TypeAlias = Compute | Free | Boundary
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Start copying a storage to the host; its bytes stay on the device until a `Free`.
+
+    The copy stays valid to the end of the plan: a storage has one value, however often it is
+    computed.
+    """
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Allocate a storage and start copying it back from the host.
+
+    It defines the tensors that were defined when the storage was last offloaded; the first
+    `Compute` that reads one waits for the copy.
+    """
+
+    storage: int
+
+
+Step: TypeAlias = Compute | Free | Boundary | Offload | Prefetch
+
+
+_NUMBERED: dict[str, type[Compute | Free | Offload | Prefetch]] = {
+    "compute": Compute,
+    "free": Free,
+    "offload": Offload,
+    "prefetch": Prefetch,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +104,10 @@ class Plan:
                     lines.append(f"free {storage}")
                 case Boundary():
                     lines.append("boundary")
+                case Offload(storage):
+                    lines.append(f"offload {storage}")
+                case Prefetch(storage):
+                    lines.append(f"prefetch {storage}")
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -88,16 +126,30 @@ class Plan:
             word, _, rest = line.strip().partition(" ")
             if word in ("program", "planner") and rest:
                 fields[word] = rest
-            elif word in ("compute", "free") and rest.isdecimal():
-                steps.append(Compute(int(rest)) if word == "compute" else Free(int(rest)))
+            elif word in _NUMBERED and rest.isdecimal():
+                steps.append(_NUMBERED[word](int(rest)))
             elif word == "boundary" and not rest:
                 steps.append(Boundary())
             elif line.strip():
                 raise PlanError(
                     f"line {number}: cannot read {line!r}; expected 'compute N', 'free N',"
-                    " 'boundary', 'program ID' or 'planner NAME'"
+                    " 'offload N', 'prefetch N', 'boundary', 'program ID' or 'planner NAME'"
                 )
         for name in ("program", "planner"):
             if name not in fields:
                 raise PlanError(f"the plan has no {name!r} line")
         return Plan(tuple(steps), fields["program"], fields["planner"])
+
+
+def refuse_copies(plan: Plan, what: str) -> None:
+    """For what knows `Compute` and `Free` only: refuse a plan that moves storages to the host.
+
+    Raises:
+        UnsupportedPlanError: naming the first such step.
+    """
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, (Offload, Prefetch)):
+            raise UnsupportedPlanError(
+                f"{what} cannot handle step {index} ({step}) of a plan by {plan.planner!r}: copies"
+                " to the host are planned and replayed, not emitted. Plan without host_link."
+            )

@@ -5,8 +5,13 @@ checks every rule.  Faster code elsewhere is compared with it.
 
 Memory at a step (the two-step accounting of XLA's HloRematerialization): a `plan.Compute` holds
 everything resident, its new outputs and its workspace together; a `plan.Free` then takes its
-storage away.  When an operator with several outputs runs again while some of them are resident,
+storage away.  A `plan.Prefetch` allocates its storage at once, a `plan.Offload` changes nothing.
+When an operator with several outputs runs again while some of them are resident,
 the duplicates are held for that step and dropped at its end.
+
+Time, which matters to plans that copy to the host only (`host_link.LinkClock` adds it up): compute
+waits at an operator for the copies that it reads; at a free for the copies of that storage; at the
+boundary and at the end for the outputs that must be there.  The waits are part of a plan's cost.
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from dtrcompile.passes.errors import PlanError
-from dtrcompile.passes.plan import Boundary, Compute, Free, Plan
+from dtrcompile.passes.host_link import HostLink, LinkClock
+from dtrcompile.passes.plan import Boundary, Compute, Free, Offload, Plan, Prefetch
 from dtrcompile.passes.program import Phase, Program, StorageKind
 
 
@@ -49,7 +55,7 @@ class PlanStats:
 
     Attributes:
         peak_bytes: the referee's peak.
-        cost_ns: all computations.
+        cost_ns: all computations, and the waits for copies.
         baseline_cost_ns: each operator once.
         recomputed: operator id -> number of extra runs, only where there is one.
         forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
@@ -58,6 +64,8 @@ class PlanStats:
         peak_operator: name of the operator at the peak, "" where it is not an operator.
         peak_split: bytes at the peak by `StorageKind` value, plus "saved" (intermediates that were
             resident at the boundary and are at a backward peak) and "workspace".
+        stall_ns: how long compute waits for copies.
+        offloaded_bytes: copied to the host, in all.
     """
 
     peak_bytes: int
@@ -70,10 +78,12 @@ class PlanStats:
     saved_bytes: int
     peak_operator: str
     peak_split: dict[str, int]
+    stall_ns: int = 0
+    offloaded_bytes: int = 0
 
     @property
     def overhead(self) -> float:
-        """Planned cost / baseline cost; 1.0 means that nothing is computed twice."""
+        """Planned cost / baseline cost; 1.0: nothing is computed twice or waited for."""
         return self.cost_ns / self.baseline_cost_ns if self.baseline_cost_ns else 1.0
 
     @property
@@ -82,8 +92,13 @@ class PlanStats:
         return sum(self.recomputed.values())
 
 
-def replay(program: Program, plan: Plan) -> tuple[MemoryTimeline, PlanStats]:
+def replay(
+    program: Program, plan: Plan, link: HostLink | None = None
+) -> tuple[MemoryTimeline, PlanStats]:
     """Run ``plan`` and return what it holds and costs.
+
+    Args:
+        link: what a plan that copies to the host was made for.
 
     Raises:
         PlanError: if a rule is broken; the message prints the neighbouring steps.
@@ -93,13 +108,15 @@ def replay(program: Program, plan: Plan) -> tuple[MemoryTimeline, PlanStats]:
             f"the plan is for program {plan.program}, this one is {program.fingerprint};"
             " plan again for this program"
         )
-    return _Replay(program, plan).run()
+    return _Replay(program, plan, link).run()
 
 
 class _Replay:
-    def __init__(self, program: Program, plan: Plan) -> None:
+    def __init__(self, program: Program, plan: Plan, link: HostLink | None) -> None:
         self.program = program
         self.plan = plan
+        self.clock = None if link is None else LinkClock(link)
+        self.on_host: dict[int, frozenset[int]] = {}  # storage -> its tensors when it was copied
         self.index = 0
         self.in_backward = False
         self.resident = {
@@ -127,6 +144,10 @@ class _Replay:
                 return f"compute {o} ({self.program.operators[o].name})"
             case Free(s) if 0 <= s < len(self.program.storages):
                 return f"free {s} ({self.program.storages[s].name})"
+            case Offload(s) if 0 <= s < len(self.program.storages):
+                return f"offload {s} ({self.program.storages[s].name})"
+            case Prefetch(s) if 0 <= s < len(self.program.storages):
+                return f"prefetch {s} ({self.program.storages[s].name})"
             case _:
                 return str(step)
 
@@ -147,6 +168,11 @@ class _Replay:
                     operator = program.operators[o].name
                 case Free(s):
                     self.free(s)
+                case Offload(s):
+                    self.offload(s)
+                case Prefetch(s):
+                    self.prefetch(s)
+                    at_step = self.live_bytes
                 case Boundary():
                     boundary_bytes = self.live_bytes
                     self.boundary()
@@ -175,13 +201,14 @@ class _Replay:
         if peak_workspace:
             split["workspace"] = peak_workspace
         cost_ns = sum(program.operators[o].cost_ns * n for o, n in self.runs.items())
+        stall_ns = 0 if self.clock is None else self.clock.stall_ns
         return (
             MemoryTimeline(
                 tuple(during), tuple(after), start_bytes, peak_step, tuple(sorted(peak_resident))
             ),
             PlanStats(
                 peak_bytes=peak_bytes,
-                cost_ns=cost_ns,
+                cost_ns=cost_ns + stall_ns,
                 baseline_cost_ns=program.cost_ns,
                 recomputed={o: n - 1 for o, n in sorted(self.runs.items()) if n > 1},
                 forward_peak_bytes=forward_peak_bytes,
@@ -194,6 +221,8 @@ class _Replay:
                 ),
                 peak_operator=peak_operator,
                 peak_split=dict(split),
+                stall_ns=stall_ns,
+                offloaded_bytes=0 if self.clock is None else self.clock.copied_bytes,
             ),
         )
 
@@ -216,6 +245,9 @@ class _Replay:
         for t in op.inputs:
             if t not in self.defined:
                 raise self.fail(f"{op.name!r} reads {program.tensors[t].name!r}, not in memory")
+        if self.clock is not None:
+            self.clock.wait_for(program.tensors[t].storage for t in op.inputs)
+            self.clock.run(op.cost_ns)
         self.runs[o] += 1
         duplicate_bytes = 0
         for t in op.outputs:
@@ -231,25 +263,59 @@ class _Replay:
 
     def free(self, s: int) -> None:
         program = self.program
-        if not 0 <= s < len(program.storages):
-            raise self.fail(f"storage {s} does not exist")
+        self.check_may_leave(s, "freed")
         storage = program.storages[s]
-        if storage.is_constant:
-            raise self.fail(f"{storage.name!r} comes from outside and cannot be freed")
-        if s not in self.resident:
-            raise self.fail(f"{storage.name!r} is freed but is not in memory")
-        if self.in_backward and s in program.held_from_boundary:
-            raise self.fail(f"{storage.name!r} is a forward output, which the caller holds")
         if (
             storage.pinned is not None
             and not self.runs[self.last_reader[s]]
             and (self.last_reader[s] >= 0)
         ):
             raise self.fail(f"{storage.name!r} is evicted but is pinned: {storage.pinned}")
+        if self.clock is not None:
+            self.clock.free(s)
         self.resident.remove(s)
         self.live_bytes -= storage.size_bytes
         for tensor in program.tensors_of[s]:
             self.defined.discard(tensor)
+
+    def offload(self, s: int) -> None:
+        program = self.program
+        self.check_may_leave(s, "offloaded")
+        if not program.storages[s].size_bytes:
+            raise self.fail(f"{program.storages[s].name!r} has no bytes to offload")
+        self.link_clock().offload(s, program.storages[s].size_bytes)
+        self.on_host[s] = frozenset(self.defined.intersection(program.tensors_of[s]))
+
+    def prefetch(self, s: int) -> None:
+        program = self.program
+        if not 0 <= s < len(program.storages):
+            raise self.fail(f"storage {s} does not exist")
+        storage = program.storages[s]
+        if s not in self.on_host:
+            raise self.fail(f"{storage.name!r} is prefetched but was never offloaded")
+        if s in self.resident:
+            raise self.fail(f"{storage.name!r} is prefetched but is in memory")
+        self.link_clock().prefetch(s, storage.size_bytes)
+        self.resident.add(s)
+        self.live_bytes += storage.size_bytes
+        self.defined |= self.on_host[s]
+
+    def link_clock(self) -> LinkClock:
+        if self.clock is None:
+            raise self.fail("the plan copies to the host; replay it with the link it was made for")
+        return self.clock
+
+    def check_may_leave(self, s: int, what: str) -> None:
+        program = self.program
+        if not 0 <= s < len(program.storages):
+            raise self.fail(f"storage {s} does not exist")
+        storage = program.storages[s]
+        if storage.is_constant:
+            raise self.fail(f"{storage.name!r} comes from outside and cannot be {what}")
+        if s not in self.resident:
+            raise self.fail(f"{storage.name!r} is {what} but is not in memory")
+        if self.in_backward and s in program.held_from_boundary:
+            raise self.fail(f"{storage.name!r} is a forward output, which the caller holds")
 
     def boundary(self) -> None:
         program = self.program
@@ -266,6 +332,8 @@ class _Replay:
             producer = program.tensors[t].producer
             if producer is not None and producer < program.boundary and t not in self.defined:
                 raise self.fail(f"forward output {program.tensors[t].name!r} is not defined")
+        if self.clock is not None:
+            self.clock.wait_for(sorted(program.held_from_boundary))
         self.saved = (
             frozenset(s for s in self.resident if not program.storages[s].is_constant)
             - program.held_from_boundary
@@ -290,6 +358,8 @@ class _Replay:
         for t in program.outputs:
             if t not in self.defined:
                 raise self.fail(f"output {program.tensors[t].name!r} is not in memory at the end")
+        if self.clock is not None:
+            self.clock.wait_for(sorted(program.output_storages))
         for s in sorted(self.resident - program.output_storages):
             if not program.storages[s].is_constant:
                 raise self.fail(f"{program.storages[s].name!r} is never freed")

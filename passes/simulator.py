@@ -16,6 +16,10 @@ What is done differently, because the whole program is known:
   from it.  It is freed only when nothing needs it, not even through evicted storages, so every
   evicted storage can always be computed again.
 
+With a host link an eviction may be a copy to the host instead, where that is expected to cost less
+(`link_forecast`).  A storage that is on the host is *away*, not absent: it needs nothing to come
+back, so it may be locked, and it is in no evicted neighborhood.
+
 Memory is counted as `replay.replay` counts it: tests compare the two step by step.
 """
 
@@ -29,9 +33,11 @@ import numpy as np
 
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.heuristics import HDTREq, Heuristic, Ids, Pool, PoolState
+from dtrcompile.passes.host_link import HostLink, LinkClock
 from dtrcompile.passes.index import NEVER, ProgramIndex
+from dtrcompile.passes.link_forecast import LinkForecast
 from dtrcompile.passes.neighborhoods import make_tracker
-from dtrcompile.passes.plan import Boundary, Compute, Free, Step
+from dtrcompile.passes.plan import Boundary, Compute, Free, Offload, Prefetch, Step
 
 
 class Deallocation(enum.Enum):
@@ -63,6 +69,8 @@ class SimulatorOptions:
         cost_limit: give up at this multiple of the baseline's cost and of its operator count.
         walk_limit: see `neighborhoods.make_tracker`.
         seed: of ``sample``.
+        host_link: the way to the host; None: storages are computed again, never moved.
+        link_price: see `link_forecast.LinkForecast`.
     """
 
     heuristic: Heuristic = field(default_factory=HDTREq)
@@ -74,6 +82,8 @@ class SimulatorOptions:
     cost_limit: float = 8.0
     walk_limit: int = 256
     seed: int = 0
+    host_link: HostLink | None = None
+    link_price: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class Simulation:
     Attributes:
         steps: the plan's steps.
         during_bytes, after_bytes: the simulator's own account, one entry a step.
-        cost_ns: of all operators that ran.
+        cost_ns: of all operators that ran, and of the waits for copies.
     """
 
     steps: tuple[Step, ...]
@@ -131,6 +141,12 @@ class Simulator:
         self.dead: list[int] = []
         self.leftover: set[int] = set()  # locked and unneeded, kept for what depends on it
 
+        # With a link only: where storages are, and the tensors that a prefetch would define.
+        self.away = [False] * n
+        self.on_host: dict[int, frozenset[int]] = {}
+        link = options.host_link
+        self.clock = None if link is None else LinkClock(link)
+
         self.position = 0
         self.live_bytes = index.program.constant_bytes
         self.cost_ns = 0
@@ -161,6 +177,9 @@ class Simulator:
             self.next_use,
             options.walk_limit,
         )
+        self.forecast = (
+            None if link is None else LinkForecast(index, self.state, link, options.link_price)
+        )
 
     # The main loop
 
@@ -184,11 +203,14 @@ class Simulator:
         self.advance_to(index.n_operators)
         self.bring(index.end_outputs, -1)
         keep = index.program.output_storages
+        if self.clock is not None:
+            self.clock.wait_for(keep)
         for s in range(index.n_storages):
             if self.resident[s] and s not in keep:
                 self.drop(s)
+        cost_ns = self.cost_ns + (0 if self.clock is None else self.clock.stall_ns)
         return Simulation(
-            tuple(self.steps), tuple(self.during_bytes), tuple(self.after_bytes), self.cost_ns
+            tuple(self.steps), tuple(self.during_bytes), tuple(self.after_bytes), cost_ns
         )
 
     def advance_to(self, position: int) -> None:
@@ -207,6 +229,8 @@ class Simulator:
         self.make_room(index.tangent_bytes, (), [])
         self.live_bytes += index.tangent_bytes
         self.record(Boundary(), self.live_bytes)
+        if self.clock is not None:
+            self.clock.wait_for(held)
         if position < index.n_operators:  # else the same position is the end's
             for s in held:
                 self.pass_use(s, position)
@@ -241,6 +265,13 @@ class Simulator:
                 frame.waits -= 1
                 if frame.waits < 0:
                     raise InfeasibleBudgetError(self.budget_bytes)
+                if self.clock is not None:
+                    # Those on the host last: what is computed again needs room meanwhile.
+                    uncopied = [t for t in missing if not self.can_fetch(t)]
+                    if not uncopied:
+                        self.fetch(index.storage_of[missing[0]], frame, stack)
+                        continue
+                    missing = uncopied
                 # Alternating ends lets two inputs that evict each other try both orders.
                 o = producer[missing[frame.waits % 2 - 1]]
                 self.push(stack, _Frame(o, index.inputs[o], index.input_storages[o]))
@@ -248,6 +279,24 @@ class Simulator:
             self.pop(stack)
             if frame.operator >= 0:
                 self.perform(frame.operator, stack)
+
+    def can_fetch(self, t: int) -> bool:
+        """Whether tensor ``t`` is on the host, to come back by a copy."""
+        s = self.index.storage_of[t]
+        return self.away[s] and t in self.on_host[s]
+
+    def fetch(self, s: int, frame: _Frame, stack: list[_Frame]) -> None:
+        """Bring ``s``, which ``frame`` waits for, back from the host."""
+        assert self.clock is not None
+        self.make_room(self.index.size_bytes[s], frame.storages, stack)
+        self.live_bytes += self.index.size_bytes[s]
+        self.record(Prefetch(s), self.live_bytes)
+        self.clock.prefetch(s, self.index.size_bytes[s])
+        for t in self.on_host[s]:
+            self.defined[t] = True
+        self.state.last_access_ns[s] = self.state.clock_ns
+        self.arrive(s)
+        self.free_dead()
 
     def push(self, stack: list[_Frame], frame: _Frame) -> None:
         stack.append(frame)
@@ -280,6 +329,9 @@ class Simulator:
         self.runs += 1
         if self.cost_ns > self.most_cost_ns or self.runs > self.most_runs:
             raise InfeasibleBudgetError(self.budget_bytes)
+        if self.clock is not None:
+            self.clock.wait_for(inputs)
+            self.clock.run(index.operator_cost_ns[o])
         for t in index.outputs[o]:
             self.defined[t] = True
 
@@ -288,7 +340,10 @@ class Simulator:
             state.last_access_ns[s] = state.clock_ns
         for s in fresh:
             state.last_access_ns[s] = state.clock_ns
-            self.arrive(s)
+            if self.away[s] and not self.on_host[s].issubset(index.outputs[o]):
+                self.drop(s)  # the host has views of it which this run did not make
+            else:
+                self.arrive(s)
         if o == self.position:
             for s in inputs:
                 self.pass_use(s, o)
@@ -298,6 +353,9 @@ class Simulator:
         """``s`` is in memory again, or for the first time; its parents may be done."""
         self.absent[s] = False
         self.resident[s] = True
+        if self.forecast is not None:
+            self.away[s] = False
+            self.forecast.on_resident(s)
         self.state.next_use_ns[s] = self._time(self.next_use[s])
         self.tracker.on_resident(s)
         self.refresh_evictable(s)
@@ -339,7 +397,9 @@ class Simulator:
                     position = self.next_use[c]
             for c in self.index.view_children[r]:
                 # Such a view may be undefined although its storage is in memory.
-                if (self.resident[c] or self.absent[c]) and self.next_use[c] < position:
+                if (self.resident[c] or self.absent[c] or self.away[c]) and self.next_use[
+                    c
+                ] < position:
                     position = self.next_use[c]
             if position != self.next_use[r]:
                 self.set_next_use(r, position)
@@ -361,7 +421,7 @@ class Simulator:
     def may_evict(self, s: int) -> bool:
         return (
             self.resident[s]
-            and not self.locks[s]
+            and (not self.locks[s] or self.clock is not None)
             and not self.held[s]
             and self.index.size_bytes[s] > 0
             and (self.index.pinned_until[s] < 0 or self.next_direct[s] == NEVER)
@@ -376,11 +436,44 @@ class Simulator:
         for t in self.index.tensors_of[s]:
             self.defined[t] = False
         self.record(Free(s), before_bytes)
+        if self.clock is not None:
+            self.clock.free(s)
 
     def evict(self, s: int) -> None:
         self.state.draws += 1
+        if self.forecast is not None and self.copying_is_cheaper(s, self.forecast):
+            self.send_away(s, self.forecast)
+        else:
+            self.drop(s)
+            self.become_absent(s)
+
+    def copying_is_cheaper(self, s: int, forecast: LinkForecast) -> bool:
+        """Than computing ``s`` again, which may be impossible."""
+        if self.locks[s]:
+            return True
+        copy_ns = forecast.cost_ns(np.array([s]))[0]
+        return bool(copy_ns <= self.state.cost_ns[s] + self.state.neighborhood_ns[s])
+
+    def is_on_host(self, s: int) -> bool:
+        """Whether all that is defined of ``s`` could come back by a copy."""
+        here = self.on_host.get(s)
+        return here is not None and all(
+            t in here or not self.defined[t] for t in self.index.tensors_of[s]
+        )
+
+    def send_away(self, s: int, forecast: LinkForecast) -> None:
+        """Evict ``s`` to the host; no copy is needed where one is there from before."""
+        assert self.clock is not None
+        if not self.is_on_host(s):
+            self.record(Offload(s), self.live_bytes)
+            self.clock.offload(s, self.index.size_bytes[s])
+            self.on_host[s] = frozenset(t for t in self.index.tensors_of[s] if self.defined[t])
+            forecast.on_offload(s)
         self.drop(s)
-        self.become_absent(s)
+        self.away[s] = True
+        forecast.on_away(s)
+        # To the neighborhoods it is as good as gone: none of them passes through it.
+        self.tracker.on_lost(s)
 
     def become_absent(self, s: int) -> None:
         self.absent[s] = True
@@ -412,7 +505,8 @@ class Simulator:
             self.absent[r] = False
             for c in self.index.children[r]:
                 self.locks[c] += 1
-                self.evictable[c] = False
+                if self.clock is None:
+                    self.evictable[c] = False
                 if self.absent[c]:
                     stack.append(c)
 
@@ -424,7 +518,9 @@ class Simulator:
                 continue
             if self.options.deallocation is Deallocation.IGNORE and not self.locks[s]:
                 continue
-            if self.locks[s]:
+            if self.forecast is not None and self.is_on_host(s):
+                self.send_away(s, self.forecast)
+            elif self.locks[s]:
                 if self.options.hold_sources and self.serves_more_than_itself(s):
                     self.leftover.add(s)
                     continue
@@ -496,7 +592,8 @@ class Simulator:
             rng = np.random.default_rng((options.seed, self.state.draws))
             ids = np.sort(rng.choice(ids, size=max(1, int(len(ids) ** 0.5)), replace=False))
         self.tracker.refresh(ids, self.evictable)
-        scores = options.heuristic.scores(Pool(ids, self.state))
+        copy_ns = None if self.forecast is None else self.forecast.cost_ns(ids)
+        scores = options.heuristic.scores(Pool(ids, self.state, copy_ns))
         if not options.batch:
             self.evict(int(ids[int(np.argmin(scores))]))
             return
@@ -552,6 +649,8 @@ class Simulator:
         mask[ids] = True
         self.tracker.refresh(np.array(ids), mask)
         cost = self.state.cost_ns[ids] + self.state.neighborhood_ns[ids]
+        if self.forecast is not None:
+            cost = np.minimum(cost, self.forecast.cost_ns(np.array(ids)))
         self.evict(ids[int(np.argmin(cost / self.state.size_bytes[ids]))])
 
 

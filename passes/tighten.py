@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step
+from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step, refuse_copies
 from dtrcompile.passes.program import Program
 
 
 def tighten(program: Program, plan: Plan) -> Plan:
-    """The plan without dead recomputations and late frees; ``plan`` must be valid."""
+    """The plan without dead recomputations and late frees; ``plan`` must be valid.
+
+    Raises:
+        UnsupportedPlanError: if it copies to the host.
+    """
+    refuse_copies(plan, "tighten")
     kept = _needed_steps(program, plan)
     return replace(plan, steps=tuple(_with_frees(program, kept)))
 

@@ -11,7 +11,7 @@ from torch import fx
 from dtrcompile.passes.capture import Captured, view_base
 from dtrcompile.passes.emit import Emitted, free
 from dtrcompile.passes.errors import VerificationError
-from dtrcompile.passes.plan import Boundary, Compute, Plan
+from dtrcompile.passes.plan import Boundary, Compute, Plan, refuse_copies
 from dtrcompile.passes.program import StorageKind
 from dtrcompile.passes.replay import MemoryTimeline
 
@@ -23,7 +23,9 @@ def verify_emitted(
 
     Raises:
         VerificationError: naming the node and the step.
+        UnsupportedPlanError: if the plan copies to the host.
     """
+    refuse_copies(plan, "verify_emitted")
     program = captured.program
     constants = {s.id for s in program.storages if s.is_constant}
     tangents = {s.id for s in program.storages if s.kind is StorageKind.TANGENT}

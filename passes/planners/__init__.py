@@ -15,6 +15,7 @@ from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner
 from dtrcompile.passes.planners.chen_greedy import ChenGreedyPlanner
 from dtrcompile.passes.planners.chen_sqrt import ChenSqrtPlanner
 from dtrcompile.passes.planners.dtr import DTRPlanner
+from dtrcompile.passes.planners.offload import OffloadPlanner
 from dtrcompile.passes.planners.treeverse import TreeversePlanner
 from dtrcompile.passes.program import Program
 from dtrcompile.passes.replay import replay
@@ -39,6 +40,7 @@ PLANNERS: dict[str, type[Planner]] = {
     ChenGreedyPlanner.name: ChenGreedyPlanner,
     TreeversePlanner.name: TreeversePlanner,
     BruteForcePlanner.name: BruteForcePlanner,
+    OffloadPlanner.name: OffloadPlanner,
 }
 
 _MOST_RUNS = 22
@@ -87,7 +89,7 @@ def _minimum(program: Program, planner: Planner) -> tuple[int, Plan]:
             low = budget_bytes
             continue
         found_at = budget_bytes
-        high = replay(program, quick_plan)[0].peak_bytes
+        high = replay(program, quick_plan, planner.link)[0].peak_bytes
     if quick_plan is None:
         return high, baseline
     # A plan may need less than the budget that it was found at; but the budget that is named must
@@ -103,7 +105,7 @@ def _minimum(program: Program, planner: Planner) -> tuple[int, Plan]:
 def infeasible(program: Program, budget_bytes: int, planner: Planner) -> InfeasibleBudgetError:
     """The error to raise: what the smallest budget is, and what stands in its way."""
     minimum_bytes, plan = _minimum(program, planner)
-    timeline, stats = replay(program, plan)
+    timeline, stats = replay(program, plan, planner.link)
     resident = sorted(
         (program.storages[s] for s in timeline.peak_resident),
         key=lambda s: (-s.size_bytes, s.id),

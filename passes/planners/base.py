@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.host_link import HostLink
 from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step
 from dtrcompile.passes.program import Program, StorageKind
 from dtrcompile.passes.replay import replay
@@ -28,6 +29,11 @@ class Planner(ABC):
         Raises:
             InfeasibleBudgetError: if this planner finds none.
         """
+
+    @property
+    def link(self) -> HostLink | None:
+        """What its plans are to be replayed with; None if they copy nothing to the host."""
+        return None
 
     def for_minimum(self) -> Planner:
         """The variant to search the smallest budget with: finds the same budgets, but faster."""

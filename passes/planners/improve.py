@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.index import ProgramIndex
 from dtrcompile.passes.plan import Boundary, Compute, Free, Step
 
@@ -92,6 +93,8 @@ def schedule_of(index: ProgramIndex, steps: Sequence[Step]) -> Schedule:
                 frees.append([])
             case Free(s):
                 frees[-1].append(s)
+            case _:
+                raise PlanError(f"a schedule has no {step}: it cannot say when a copy is made")
     return tidy(index, operators, frees)
 
 

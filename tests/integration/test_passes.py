@@ -13,8 +13,10 @@ from dtrcompile.passes import emit as emit_module
 from dtrcompile.passes.capture import Captured, capture
 from dtrcompile.passes.costs import make_cost_model
 from dtrcompile.passes.emit import Emitted, emit, free
-from dtrcompile.passes.errors import VerificationError
-from dtrcompile.passes.plan import Plan
+from dtrcompile.passes.errors import UnsupportedPlanError, VerificationError
+from dtrcompile.passes.host_link import HostLink
+from dtrcompile.passes.pipeline import RefereeModel, Terms, fit
+from dtrcompile.passes.plan import Offload, Plan
 from dtrcompile.passes.planners import make_planner, minimum_plan
 from dtrcompile.passes.planners.base import keep_all
 from dtrcompile.passes.program import StorageKind
@@ -230,3 +232,22 @@ def test_cuda_sizes_are_rounded_up() -> None:
 def test_an_unknown_wrapper_is_refused() -> None:
     with pytest.raises(VerificationError, match="unknown form"):
         run_wrapper(Wrapper("def call(args): pass", {}), [], Ledger(), FakeTensorMode())
+
+
+def test_a_plan_with_copies_is_refused_wherever_it_would_be_compiled() -> None:
+    captured = captured_of(MLP(), torch.randn(64, 16))
+    program = captured.program
+    peak_bytes = replay(program, keep_all(program))[0].peak_bytes
+    planner = make_planner("offload", host_link=HostLink(float("inf")), base=make_planner("dtr"))
+    budget_bytes = (replay(program, minimum_plan(program, make_planner("dtr")))[0].peak_bytes
+                    + peak_bytes) // 2  # fmt: skip
+    plan = planner.plan(program, budget_bytes)
+    assert any(isinstance(step, Offload) for step in plan.steps)
+    timeline, _ = replay(program, plan, planner.link)
+    with pytest.raises(UnsupportedPlanError, match="emit"):
+        emit(captured, plan)
+    emitted = emit(captured, keep_all(program))
+    with pytest.raises(UnsupportedPlanError, match="verify_emitted"):
+        verify_emitted(captured, plan, timeline, emitted)
+    with pytest.raises(UnsupportedPlanError, match="compiling"):
+        fit(captured, planner, lambda _: Terms(budget_bytes), RefereeModel())

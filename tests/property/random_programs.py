@@ -10,7 +10,9 @@ from collections.abc import Callable
 from itertools import product
 
 from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError, ProgramTooLargeError
-from dtrcompile.passes.heuristics import HEURISTICS
+from dtrcompile.passes.heuristics import HEURISTICS, Neighborhood
+from dtrcompile.passes.hoist import hoist
+from dtrcompile.passes.host_link import HostLink
 from dtrcompile.passes.index import ProgramIndex
 from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step
 from dtrcompile.passes.planners import PLANNERS, keep_all, lower_bound_bytes, make_planner
@@ -20,6 +22,7 @@ from dtrcompile.passes.planners.checkmate import CheckmatePlanner
 from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner
 from dtrcompile.passes.planners.improve import BOUNDARY, keep_what_fits, schedule_of
 from dtrcompile.passes.planners.intervals import Intervals
+from dtrcompile.passes.planners.offload import OffloadPlanner
 from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
 from dtrcompile.passes.simulator import Deallocation, SimulatorOptions, simulate
@@ -28,8 +31,16 @@ Pick = Callable[[int, int], int]
 """An integer between two bounds, both included."""
 
 
-_SLOW = frozenset({BruteForcePlanner.name, CheckmatePlanner.name, CheckmateLPPlanner.name})
-"""Planners that search exhaustively, or with a solver: tests of their own run them."""
+_ELSEWHERE = frozenset(
+    {
+        BruteForcePlanner.name,
+        CheckmatePlanner.name,
+        CheckmateLPPlanner.name,
+        OffloadPlanner.name,
+    }
+)
+"""Planners that search exhaustively, or with a solver, or that are another one unless they are
+given a host link: tests of their own run them."""
 
 
 def random_program(pick: Pick, most_operators: int = 14) -> Program:
@@ -126,6 +137,71 @@ def check_speed_options(program: Program, budget_bytes: int) -> None:
         check_run(program, index, budget_bytes, options)
 
 
+def random_link(pick: Pick) -> HostLink:
+    """Slower than computing, about as fast, faster, or for nothing."""
+    bytes_per_ns = (0.25, 1.0, 2.5, 8.0, float("inf"))[pick(0, 4)]
+    return HostLink(bytes_per_ns, latency_ns=pick(0, 2) if pick(0, 1) else 0)
+
+
+def check_simulator_with_link(
+    program: Program, budget_bytes: int, link: HostLink, link_price: float
+) -> None:
+    """As `check_simulator`, where evictions may be copies: the account, and the waits."""
+    index = ProgramIndex.of(program)
+    for name, deallocation in product(HEURISTICS, Deallocation):
+        options = SimulatorOptions(
+            heuristic=HEURISTICS[name](),
+            deallocation=deallocation,
+            hold_sources=link_price > 0,
+            host_link=link,
+            link_price=link_price,
+        )
+        try:
+            run = simulate(index, budget_bytes, options)
+        except InfeasibleBudgetError:
+            continue
+        plan = Plan(run.steps, program.fingerprint, "test")
+        assert Plan.from_text(plan.to_text()) == plan
+        timeline, stats = replay(program, plan, link)
+        assert timeline.peak_bytes <= budget_bytes
+        assert timeline.during_bytes == run.during_bytes
+        assert timeline.after_bytes == run.after_bytes
+        assert stats.cost_ns == run.cost_ns
+        exact = HEURISTICS[name].neighborhood in (Neighborhood.ANCESTORS, Neighborhood.EXACT)
+        if exact and link.transfer_ns(1000) == 0:
+            # Else what is computed again can look cheaper than it is.
+            assert stats.cost_ns == program.cost_ns, plan.to_text()
+
+
+def check_offload(program: Program, budget_bytes: int, link: HostLink) -> None:
+    """Never dearer than the base planner; with a link that takes no time, as cheap as it gets."""
+    index = ProgramIndex.of(program)
+    try:
+        run = simulate(index, budget_bytes, SimulatorOptions(host_link=link))
+    except InfeasibleBudgetError:
+        pass
+    else:
+        hoisted = hoist(index, run.steps, budget_bytes, link)
+        timeline, _ = replay(program, Plan(hoisted, program.fingerprint, "test"), link)
+        assert timeline.peak_bytes <= budget_bytes
+    base = make_planner("dtr")
+    base_ns = cost_or_none(program, base, budget_bytes)
+    for tried in (link, HostLink(float("inf"))):
+        planner = make_planner("offload", host_link=tried, base=base)
+        try:
+            plan = planner.plan(program, budget_bytes)
+        except InfeasibleBudgetError:
+            assert base_ns is None
+            continue
+        assert planner.plan(program, budget_bytes) == plan
+        assert Plan.from_text(plan.to_text()) == plan
+        timeline, stats = replay(program, plan, tried)
+        assert timeline.peak_bytes <= budget_bytes, plan.to_text()
+        assert base_ns is None or stats.cost_ns <= base_ns, plan.to_text()
+        if tried != link:
+            assert stats.cost_ns == program.cost_ns, plan.to_text()
+
+
 def check_run(
     program: Program, index: ProgramIndex, budget_bytes: int, options: SimulatorOptions
 ) -> None:
@@ -203,7 +279,7 @@ def check_stages(program: Program, state: Intervals) -> None:
 
 def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> None:
     """Every planner: a plan within the budget or the typed error; the same plan again."""
-    for name in sorted(PLANNERS.keys() - _SLOW):
+    for name in sorted(PLANNERS.keys() - _ELSEWHERE):
         planner = make_planner(name)
         try:
             plan = planner.plan(program, budget_bytes)
@@ -229,7 +305,7 @@ def check_oracle(program: Program) -> None:
         for budget_bytes in {smallest_bytes, (smallest_bytes + baseline_bytes) // 2}:
             best = cost_or_none(program, oracle, budget_bytes)
             assert best is not None
-            for name in sorted(PLANNERS.keys() - _SLOW):
+            for name in sorted(PLANNERS.keys() - _ELSEWHERE):
                 cost_ns = cost_or_none(program, make_planner(name), budget_bytes)
                 assert cost_ns is None or cost_ns >= best, name
                 assert cost_or_none(program, make_planner(name), smallest_bytes - 1) is None
@@ -313,7 +389,10 @@ def check_everything(pick: Pick, most_operators: int = 14) -> None:
     for budget_bytes in budgets(program, pick):
         check_simulator(program, budget_bytes)
         check_planners(program, budget_bytes, baseline_bytes)
+    link = random_link(pick)
     middle = budgets(program, pick)[2]
+    check_simulator_with_link(program, middle, link, pick(0, 1) / 2)
+    check_offload(program, middle, link)
     check_speed_options(program, middle)
     check_intervals(program, middle, pick)
     check_scaling(program, middle)

@@ -42,6 +42,26 @@ def test_every_run_is_valid_and_counts_bytes_as_the_referee_does(
 
 
 @given(programs())
+@settings(max_examples=EXAMPLES // 4)
+def test_runs_with_a_host_link_count_bytes_and_time_as_the_referee_does(
+    drawn: tuple[Program, Pick],
+) -> None:
+    program, pick = drawn
+    link, price = random_programs.random_link(pick), pick(0, 1) / 2
+    for budget_bytes in random_programs.budgets(program, pick)[1:3]:
+        random_programs.check_simulator_with_link(program, budget_bytes, link, price)
+
+
+@given(programs())
+@settings(max_examples=EXAMPLES // 2)
+def test_copies_never_make_a_plan_dearer(drawn: tuple[Program, Pick]) -> None:
+    program, pick = drawn
+    link = random_programs.random_link(pick)
+    for budget_bytes in random_programs.budgets(program, pick)[1:3]:
+        random_programs.check_offload(program, budget_bytes, link)
+
+
+@given(programs())
 @settings(max_examples=EXAMPLES)
 def test_planners_fit_the_budget_or_say_that_they_cannot(drawn: tuple[Program, Pick]) -> None:
     program, pick = drawn

@@ -75,6 +75,24 @@ def test_plan_prints_a_plan_that_replays(
     assert f"planned peak:   {stats.peak_bytes} bytes" in captured.err
 
 
+def test_a_plan_with_copies_replays_over_its_link_only(
+    program_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_file = str(tmp_path / "plan.txt")
+    link = ["--host-link", "inf"]
+    arguments = ["plan", str(program_file), "--budget", "80%", "-o", plan_file]
+    assert main([*arguments, "--planner", "offload", *link]) == 0
+    planned = capsys.readouterr().out
+    assert "overhead:       1.000 x" in planned
+    assert "compute waits 0 ns" in planned
+    assert main(["replay", str(program_file), plan_file, *link]) == 0
+    assert capsys.readouterr().out == planned
+    assert main(["replay", str(program_file), plan_file]) == 1
+    assert "replay it with the link" in capsys.readouterr().err
+    assert main([*arguments, "--planner", "dtr", *link]) == 1
+    assert "unknown option of planner 'dtr' 'host_link'" in capsys.readouterr().err
+
+
 def test_plan_to_a_file_and_replay_of_it(
     program_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

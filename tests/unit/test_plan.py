@@ -6,7 +6,7 @@ import pytest
 
 from bench.synthetic import training_chain
 from dtrcompile.passes.errors import PlanError
-from dtrcompile.passes.plan import Boundary, Compute, Free, Plan
+from dtrcompile.passes.plan import Boundary, Compute, Free, Offload, Plan, Prefetch
 from dtrcompile.passes.planners import keep_all
 
 PLAN = Plan((Compute(0), Free(3), Boundary(), Compute(1)), "0123456789abcdef", "dtr(h_dtr_eq)")
@@ -26,6 +26,12 @@ def test_text_is_as_documented_and_reads_back() -> None:
     assert Plan.from_text(TEXT) == PLAN
 
 
+def test_copies_read_back() -> None:
+    plan = Plan((Compute(0), Offload(3), Free(3), Prefetch(3)), PLAN.program, "offload(auto)")
+    assert plan.to_text().splitlines()[3:] == ["compute 0", "offload 3", "free 3", "prefetch 3"]
+    assert Plan.from_text(plan.to_text()) == plan
+
+
 def test_keep_all_reads_back() -> None:
     plan = keep_all(training_chain(5))
     assert Plan.from_text(plan.to_text()) == plan
@@ -38,6 +44,7 @@ def test_keep_all_reads_back() -> None:
         ("dtrcompile-plan 2\n", "not a plan of this version"),
         (TEXT + "compute x\n", "line 8"),
         (TEXT + "evict 1\n", "line 8"),
+        (TEXT + "offload\n", "line 8"),
         (TEXT.replace("planner dtr(h_dtr_eq)\n", ""), "no 'planner' line"),
         (TEXT.replace("program 0123456789abcdef\n", ""), "no 'program' line"),
     ],
