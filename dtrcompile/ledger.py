@@ -329,9 +329,8 @@ class Ledger:
         """
         sequence = [c.graph for c in calls if c.graph.planned is not None]
         graphs = list(dict.fromkeys(sequence))
-        if (
-            self.is_whole_peak
-            or len(sequence) < 2
+        if self.is_whole_peak or (
+            len(sequence) < 2
             and not any(
                 (a := _of(g).assignment).more_follow or a.is_share_of_unknown for g in graphs
             )
