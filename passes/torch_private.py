@@ -56,7 +56,7 @@ from torch._inductor.pattern_matcher import is_match
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.ir import NHWC_STRIDE_ORDER, ExternKernel, TensorBox
 from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.utils import BoxedBool, count_tangents
+from torch._inductor.utils import BoxedBool, count_tangents, fresh_cache
 from torch._inductor.virtualized import V
 
 # --- the backend --------------------------------------------------------------------------------

@@ -1,0 +1,661 @@
+"""What does a step cost at which peak?  ``backend="dtr"`` against everything users have today.
+
+For each model of `bench.zoo`: eager; plain ``torch.compile``; ``activation_memory_budget`` at 0.9
+to 0.0; ``torch.utils.checkpoint`` around each block, under compile; selective checkpointing that
+saves matrix products, convolutions and attention, under compile; and dtr at shares of the
+unbudgeted peak, at its minimum and at the blocks' measured peak.
+
+    python -m bench.rivals --models gpt2 --out results.jsonl --plot pictures
+    python -m bench.rivals --device cuda --dtype bf16-autocast --models gpt2,llama
+    python -m bench.rivals --quick
+    python -m bench.rivals --rows results.jsonl --plot pictures     # draw again, measure nothing
+    python -m bench.rivals --device cuda --largest-batch 16GB,24GB,40GB,80GB --models gpt2
+
+One process a model.  All methods share the parameters, and their steps take turns; times are
+medians.  The peak is parameters, buffers and inputs plus the most that the allocator handed out
+above what was live when the step began.  What a method cannot do is a row that says why.  Exits
+with 1 if a step of dtr was over its budget or failed (a refused budget is neither).
+
+Kernels may come from the cache of an earlier run; ``--cold`` gives each method an empty one, for
+compile times that can be compared.
+
+The reference of the gradients is eager in float64 (where a model itself casts to float32 it stays
+there), on CUDA with checkpointed blocks, so that it fits; with dropout, the unbudgeted compile from
+the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import dtrcompile
+from bench.measure import (
+    Trainee,
+    cause_of,
+    format_table,
+    interleaved_s,
+    machine,
+    relative_error,
+    say,
+    write_json_line,
+)
+from bench.pictures import save
+from bench.rivals_rows import HEADER, Row, draw_all, summarize, table
+from bench.zoo import SCALES, ZOO, Built, ZooModel
+from dtrcompile.backend import dtr
+from dtrcompile.demo.memory import static_bytes, trace_step
+from dtrcompile.options import Budget
+from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.torch_private import compile_fx, fresh_cache, functorch_config
+
+METHODS = ("eager", "compile", "memory_budget", "blocks", "selective", "dtr")
+SHARES = tuple(f"{tenth / 10}" for tenth in range(9, -1, -1))
+BUDGETS = ("90%", "80%", "70%", "60%", "50%", "40%", "30%", "20%", "min")
+# The blocks' measured peak as dtr's budget: the two at the same peak.
+AS_BLOCKS = "as blocks"
+QUICK_MODELS, QUICK_METHODS = ("mixture", "lstm_lm"), ("compile", "memory_budget", "blocks", "dtr")
+QUICK_SHARES, QUICK_BUDGETS = ("0.5",), ("60%",)
+LARGEST_METHODS = ("compile", "blocks", "dtr")
+SEED = 1234
+# The first compiles; a step of several graphs compiles again in the second, or the third.
+_WARM_UPS = 3
+_PREFIX = "row "
+
+_SAVED = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+# --- the methods -----------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A module whose activations are computed again in backward.
+
+    Args:
+        context_fn: of `torch.utils.checkpoint.checkpoint`; None recomputes everything.
+    """
+
+    def __init__(self, inner: nn.Module, context_fn: Callable[[], Any] | None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.extra: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.inner, *args, use_reentrant=False, **self.extra, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def save_products() -> Any:
+    """The contexts of a policy that saves what is expensive to compute."""
+    return create_selective_checkpoint_contexts(list(_SAVED))
+
+
+def sharing_copy(module: nn.Module) -> nn.Module:
+    """A copy with the same parameters and buffers, not copies of them."""
+    shared = (*module.parameters(), *module.buffers())
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+
+
+def checkpoint_blocks(
+    module: nn.Module, model: ZooModel, context_fn: Callable[[], Any] | None = None
+) -> nn.Module:
+    """A copy that shares its parameters, and whose blocks are checkpointed."""
+    wrapped = sharing_copy(module)
+    for name in model.block_names(wrapped):
+        parent, _, child = name.rpartition(".")
+        owner = wrapped.get_submodule(parent)
+        setattr(owner, child, Checkpointed(wrapped.get_submodule(name), context_fn))
+    return wrapped
+
+
+def inductor_with(memory_budget: float) -> Callable[..., Any]:
+    """Inductor under ``activation_memory_budget``; a backend of its own, or Dynamo would take the
+    graphs of another budget for the same code."""
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with functorch_config.patch(activation_memory_budget=memory_budget):
+            return compile_fx(gm, inputs)
+
+    return backend
+
+
+def compiled_by(
+    method: str, setting: str | int, model: ZooModel, module: nn.Module
+) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """What a user would write: the module that runs, and the callable that runs it.
+
+    Args:
+        setting: a share of saved bytes ("memory_budget"), a budget ("dtr"), or "".
+    """
+    if method == "eager":
+        return module, module
+    if method == "compile":
+        return module, torch.compile(module, dynamic=False)
+    if method == "memory_budget":
+        return module, torch.compile(module, backend=inductor_with(float(setting)), dynamic=False)
+    if method == "blocks":
+        wrapped = checkpoint_blocks(module, model)
+        return wrapped, torch.compile(wrapped, dynamic=False)
+    if method == "selective":
+        wrapped = checkpoint_blocks(module, model, save_products)
+        return wrapped, torch.compile(wrapped, dynamic=False)
+    if method == "dtr":
+        options = {"budget": setting}
+        return module, torch.compile(module, backend=dtr, options=options, dynamic=False)
+    raise ValueError(f"unknown method {method!r}; allowed: {', '.join(METHODS)}")
+
+
+def under(dtype: str, device: torch.device, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``call``, inside of autocast where asked for."""
+    if dtype == "float32":
+        return call
+
+    def run(*inputs: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return call(*inputs)
+
+    return run
+
+
+# --- measuring -------------------------------------------------------------------------------------
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the gradients on the CPU, by the parameters' places: wrappers change the names."""
+    return {
+        str(place): None if p.grad is None else p.grad.detach().to("cpu", copy=True)
+        for place, p in enumerate(module.parameters())
+    }
+
+
+def measure_peak(trainee: Trainee) -> tuple[int, int | None]:
+    """Bytes of one step: peak, and on CUDA the most that the allocator reserved."""
+    device = trainee.device
+    trainee.module.zero_grad(set_to_none=True)
+    before_bytes = static_bytes(trainee.module, *trainee.inputs)
+    if device.type != "cuda":
+        return trace_step(lambda: trainee.step(SEED), before_bytes, device).peak_bytes, None
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    # What else is live, such as constants of compiled graphs, is not the step's.
+    others_bytes = torch.cuda.memory_allocated(device) - before_bytes
+    for _ in range(2):  # the second finds the fragments of the first
+        trainee.step(SEED)
+        trainee.module.zero_grad(set_to_none=True)
+    torch.cuda.synchronize(device)
+    peak_bytes = torch.cuda.max_memory_allocated(device) - others_bytes
+    return peak_bytes, torch.cuda.max_memory_reserved(device) - others_bytes
+
+
+def double_gradients(
+    model: ZooModel, module: nn.Module, inputs: Sequence[Tensor]
+) -> dict[str, Tensor | None]:
+    """The gradients of eager in float64."""
+    exact = copy.deepcopy(module).double()
+    if next(exact.parameters()).device.type == "cuda":
+        exact = checkpoint_blocks(exact, model)
+    given = [t.double() if t.is_floating_point() else t for t in inputs]
+    Trainee(exact, given, exact).step(SEED)
+    return gradients(exact)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's own, or the CPU allocator's, which has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def explain(error: BaseException, row: Row) -> None:
+    """Make the row say what went wrong."""
+    cause = cause_of(error)
+    if isinstance(cause, InfeasibleBudgetError):
+        row.status, row.minimum_bytes = "refused", cause.minimum_bytes
+        row.budget_bytes = cause.budget_bytes
+        least = "none" if cause.minimum_bytes is None else format_bytes(cause.minimum_bytes)
+        row.reason = f"smallest budget: {least}"
+    elif is_out_of_memory(cause):
+        row.status, row.reason = "out of memory", str(cause).partition("\n")[0][:200]
+    else:
+        first_line = str(cause).strip().partition("\n")[0]
+        row.status, row.reason = "failed", f"{type(cause).__name__}: {first_line}"[:300]
+
+
+def read_reports(row: Row) -> None:
+    """What dtr promised, of all graphs of the step."""
+    found = dtrcompile.reports()
+    row.graphs = len(found)
+    if not found:
+        return
+    budgets = [r.budget_bytes for r in found if r.budget_bytes is not None]
+    row.budget_bytes = min(budgets, default=None)
+    row.promised_bytes = max(r.promised_peak_bytes + r.outside_bytes for r in found)
+    row.baseline_bytes = max(r.baseline_peak_bytes for r in found)
+    row.overhead = max(r.overhead for r in found)
+    row.recomputed_runs = sum(r.recomputed_runs for r in found)
+    row.planning_s = sum(r.planning_s for r in found)
+    row.lowering_s = sum(r.lowering_s for r in found)
+
+
+@dataclass
+class _Bench:
+    """All methods on one model, in this process."""
+
+    model: ZooModel
+    arguments: argparse.Namespace
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.arguments.device)
+        # Each setting is a compile of its own of the same code.
+        torch._dynamo.config.recompile_limit = 256
+        self.module, self.inputs = self.model.build(self.arguments.scale, device=self.device)
+        self.trained: dict[tuple[str, str, str], Trainee] = {}
+        self.rows: list[Row] = []
+        self.blocks_bytes: int | None = None
+        self.reference: Mapping[str, Tensor | None] | None = None
+        if not self.model.dropout:
+            try:
+                self.reference = double_gradients(self.model, self.module, self.inputs)
+            except Exception as error:
+                say(f"{self.model.name}: no gradients in float64: {cause_of(error)}")
+            self.module.zero_grad(set_to_none=True)
+
+    def run(self, add: Callable[[Row], None]) -> None:
+        """Measure all, then time all; ``add`` gets each row twice, the second time with times."""
+        for method, setting in settings(self.arguments):
+            row = self.measure(method, setting)
+            self.rows.append(row)
+            add(row)
+        rounds = self.arguments.rounds
+        if not rounds:
+            return
+        calls = {str(key): trainee.step for key, trainee in self.trained.items()}
+        times = interleaved_s(calls, rounds=rounds, device=self.device)
+        for row in self.rows:
+            row.step_s = times.get(str(row.key))
+            add(row)
+
+    def measure(self, method: str, setting: str) -> Row:
+        """Compile and run one method at one setting."""
+        arguments = self.arguments
+        row = Row(self.model.name, method, setting, scale=arguments.scale, dtype=arguments.dtype)
+        dtrcompile.clear_reports()
+        try:
+            with fresh_cache() if arguments.cold else contextlib.nullcontext():
+                self.fill(row)
+        except Exception as error:
+            explain(error, row)
+            if row.status == "failed":
+                logging.getLogger(__name__).info("%s", row.key, exc_info=error)
+        self.module.zero_grad(set_to_none=True)
+        return row
+
+    def fill(self, row: Row) -> None:
+        setting: str | int = row.setting
+        if setting == AS_BLOCKS:
+            if self.blocks_bytes is None:
+                raise ValueError("the blocks' peak was not measured")
+            setting = self.blocks_bytes
+        module, call = compiled_by(row.method, setting, self.model, self.module)
+        trainee = Trainee(module, self.inputs, under(row.dtype, self.device, call))
+        start = time.perf_counter()
+        trainee.step(SEED)
+        row.first_step_s = time.perf_counter() - start
+        for _ in range(_WARM_UPS - 1):
+            trainee.step(SEED)
+        if row.method == "dtr":
+            read_reports(row)
+        trainee.restore()
+        trainee.step(SEED)
+        self.compare(row, trainee)
+        row.static_bytes = static_bytes(trainee.module, *trainee.inputs)
+        row.peak_bytes, row.reserved_bytes = measure_peak(trainee)
+        if row.method == "blocks":
+            self.blocks_bytes = row.peak_bytes
+        trainee.restore()
+        self.trained[row.key] = trainee
+
+    def compare(self, row: Row, trainee: Trainee) -> None:
+        """The gradient's error; eager draws its dropout from other random numbers."""
+        if self.model.dropout and row.method == "eager":
+            return
+        found = gradients(trainee.module)
+        if self.model.dropout and row.method == "compile":
+            self.reference = found
+        if self.reference is not None:
+            row.gradient_error = relative_error(found, self.reference)
+
+
+def settings(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """(method, setting), in the order in which they run."""
+    chosen: list[tuple[str, str]] = []
+    for method in arguments.methods:
+        if method == "memory_budget":
+            chosen += [(method, share) for share in arguments.shares]
+        elif method == "dtr":
+            budgets = list(arguments.budgets)
+            if "blocks" in arguments.methods:
+                budgets.append(AS_BLOCKS)
+            chosen += [(method, budget) for budget in budgets]
+        else:
+            chosen.append((method, ""))
+    return chosen
+
+
+# --- the largest batch -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def device_of_bytes(device: torch.device, size_bytes: int) -> Iterator[None]:
+    """A CUDA allocator that has no more than so much; nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    _, total_bytes = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total_bytes), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def adam_bytes(module: nn.Module) -> int:
+    """Two moments of every parameter."""
+    return sum(2 * p.numel() * p.element_size() for p in module.parameters())
+
+
+def fits(
+    model: ZooModel, method: str, size_bytes: int, batch: int, arguments: argparse.Namespace
+) -> bool:
+    """Whether steps of so many samples train beside Adam's moments in so many bytes.
+
+    On CUDA the allocator is given no more than the size, so that its fragments count too.
+    """
+    device = torch.device(arguments.device)
+    torch._dynamo.reset()
+    gc.collect()
+    with device_of_bytes(device, size_bytes):
+        try:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            module, inputs = model.build(arguments.scale, device=device, batch=batch)
+            state = torch.empty(adam_bytes(module), dtype=torch.uint8, device=device)
+            budget_bytes = size_bytes - state.nbytes
+            if budget_bytes <= 0:
+                return False
+            built, call = compiled_by(method, budget_bytes, model, module)
+            trainee = Trainee(built, inputs, under(arguments.dtype, device, call))
+            for _ in range(_WARM_UPS):
+                trainee.step(SEED)
+            return measure_peak(trainee)[0] <= budget_bytes
+        except Exception as error:
+            cause = cause_of(error)
+            if isinstance(cause, InfeasibleBudgetError) or is_out_of_memory(cause):
+                return False
+            raise
+
+
+def largest(fitting: Callable[[int], bool], most: int = 1 << 16) -> int:
+    """The largest number that fits, found by doubling and halving to a sixteenth of itself.
+
+    Returns:
+        0 if not even 1 fits.
+    """
+    low, high = 0, 1
+    while high <= most and fitting(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        if fitting(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def largest_batches(model: ZooModel, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """For each size and method, the largest batch; a failure is named."""
+    found: list[dict[str, Any]] = []
+    for size in arguments.largest_batch:
+        size_bytes = Budget.parse(size).resolve(0)
+        assert size_bytes is not None
+        for method in (m for m in LARGEST_METHODS if m in arguments.methods):
+            row: dict[str, Any] = {"model": model.name, "size": size, "method": method}
+            try:
+                row["batch"] = largest(
+                    functools.partial(_fits_and_says, model, method, size_bytes, arguments)
+                )
+            except Exception as error:
+                cause = cause_of(error)
+                row["failed"] = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+            found.append(row)
+    return found
+
+
+def _fits_and_says(
+    model: ZooModel, method: str, size_bytes: int, arguments: argparse.Namespace, batch: int
+) -> bool:
+    is_fitting = fits(model, method, size_bytes, batch, arguments)
+    outcome = "fits" if is_fitting else "does not fit"
+    say(f"{model.name}: {method}: a batch of {batch} {outcome} into {format_bytes(size_bytes)}")
+    return is_fitting
+
+
+# --- command line ------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; lists come apart."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].replace("%", "%%"))
+
+    def listed(flag: str, text: str) -> None:
+        parser.add_argument(flag, help=f"comma-separated; {text}".replace("%", "%%"))
+
+    listed("--models", f"default: all ({','.join(ZOO)}), two when quick")
+    listed("--methods", f"default: {','.join(METHODS)}; fewer when quick")
+    listed("--shares", f"of activation_memory_budget; default: {','.join(SHARES)}")
+    listed("--budgets", f"of dtr; default: {','.join(BUDGETS)}")
+    listed("--largest-batch", "sizes (16GB,24GB): find the largest batch that trains with Adam")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bf16-autocast"), default="float32")
+    parser.add_argument("--scale", choices=SCALES, help="default: quick, or that of the device")
+    parser.add_argument("--rounds", type=int, default=7, help="steps of each to time")
+    parser.add_argument("--cold", action="store_true", help="each compiles with an empty cache")
+    parser.add_argument("--quick", action="store_true", help="tiny models, few settings")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--plot", type=Path, help="draw into this folder (needs matplotlib)")
+    parser.add_argument("--rows", type=Path, help="read the rows of --out, measure nothing")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    quick = arguments.quick
+    defaults: dict[str, Sequence[str]] = {
+        "models": QUICK_MODELS if quick else tuple(ZOO),
+        "methods": QUICK_METHODS if quick else METHODS,
+        "shares": QUICK_SHARES if quick else SHARES,
+        "budgets": QUICK_BUDGETS if quick else BUDGETS,
+        "largest_batch": (),
+    }
+    for name, default in defaults.items():
+        given = getattr(arguments, name)
+        setattr(arguments, name, given.split(",") if given else list(default))
+    if arguments.scale is None:
+        on_device = "cuda" if torch.device(arguments.device).type == "cuda" else "cpu"
+        arguments.scale = "quick" if quick else on_device
+    for given, allowed in ((arguments.models, ZOO), (arguments.methods, METHODS)):
+        for name in given:
+            if name not in allowed:
+                parser.error(f"unknown name {name!r}; allowed: {', '.join(allowed)}")
+    return arguments
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Run one model, and print each row as a line of JSON."""
+    logging.getLogger("dtrcompile").setLevel(logging.WARNING)
+    (name,) = arguments.models
+
+    def tell(record: Mapping[str, Any]) -> None:
+        print(_PREFIX + json.dumps(record), flush=True)
+
+    if arguments.largest_batch:
+        for found in largest_batches(ZOO[name], arguments):
+            tell(found)
+    else:
+        _Bench(ZOO[name], arguments).run(lambda row: tell(row.to_json()))
+
+
+def in_process(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run a model in a fresh process; yield what it tells.
+
+    Raises:
+        subprocess.CalledProcessError: if the process crashed, after what it told before.
+    """
+    command = [sys.executable, "-m", "bench.rivals", "--worker", "--models", name]
+    for flag in ("methods", "shares", "budgets", "largest_batch"):
+        if given := getattr(arguments, flag):
+            command += [f"--{flag.replace('_', '-')}", ",".join(given)]
+    for flag in ("device", "dtype", "scale", "rounds"):
+        command += [f"--{flag}", str(getattr(arguments, flag))]
+    command += ["--cold"] if arguments.cold else []
+    environment = dict(os.environ)
+    environment.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dtrcompile-bench-inductor")
+    )
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(_PREFIX):
+                yield json.loads(line.removeprefix(_PREFIX))
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def run_model(name: str, arguments: argparse.Namespace) -> list[Row]:
+    """The rows of one model; a crash is one more."""
+    rows: dict[tuple[str, str, str], Row] = {}
+    try:
+        for record in in_process(name, arguments):
+            row = Row.from_json(record)
+            if row.key not in rows:
+                say("  ".join(row.cells(None)) + (f"  {row.reason}" if row.reason else ""))
+            rows[row.key] = row
+    except subprocess.CalledProcessError as error:
+        reason = f"the process ended with status {error.returncode}"
+        rows[(name, "process", "")] = Row(name, "process", status="failed", reason=reason)
+    return list(rows.values())
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file of `--out`; of equal ones the last."""
+    rows: dict[tuple[str, str, str], Row] = {}
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            record = json.loads(line)
+            if record.get("bench") == "rivals":
+                row = Row.from_json(record)
+                rows[row.key] = row
+    return list(rows.values())
+
+
+def models_there(arguments: argparse.Namespace) -> list[str]:
+    """The models that can be built here; says which cannot."""
+    there = []
+    for name in arguments.models:
+        if ZOO[name].is_there:
+            there.append(name)
+        else:
+            print(f"{name}: skipped, {ZOO[name].needs} is not installed (dtrcompile[bench])")
+    return there
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print the table and the summary, return the exit status."""
+    arguments = parse(argv)
+    if arguments.worker:
+        work(arguments)
+        return 0
+    if arguments.largest_batch:
+        return main_largest(arguments)
+    if arguments.rows is not None:
+        rows = read_rows(arguments.rows)
+    else:
+        rows = []
+        description = machine(torch.device(arguments.device))
+        for name in models_there(arguments):
+            say(name)
+            for row in run_model(name, arguments):
+                rows.append(row)
+                record = {"bench": "rivals", **row.to_json(), "cold": arguments.cold}
+                write_json_line(arguments.out, {**record, "machine": description})
+    print(format_table(HEADER, table(rows)))
+    for row in rows:
+        if row.reason:
+            print(f"{row.model}, {row.method} {row.setting}: {row.status}: {row.reason}")
+    summaries = summarize(rows)
+    for summary in summaries:
+        print("\n".join(summary.lines()))
+    if arguments.plot is not None:
+        draw_all(arguments.plot, rows, save)
+    crashed = any(row.method == "process" for row in rows)
+    return int(crashed or any(summary.broken for summary in summaries))
+
+
+def main_largest(arguments: argparse.Namespace) -> int:
+    """`--largest-batch`: a table of batches."""
+    description = machine(torch.device(arguments.device))
+    found: list[dict[str, Any]] = []
+    for name in models_there(arguments):
+        try:
+            for row in in_process(name, arguments):
+                found.append(row)
+                kept = {"scale": arguments.scale, "dtype": arguments.dtype, **row}
+                write_json_line(
+                    arguments.out,
+                    {"bench": "rivals-largest-batch", **kept, "machine": description},
+                )
+        except subprocess.CalledProcessError as error:
+            status = f"the process ended with status {error.returncode}"
+            found.append({"model": name, "size": "-", "method": "process", "failed": status})
+    cells = [
+        (row["model"], row["size"], row["method"], str(row.get("batch", row.get("failed"))))
+        for row in found
+    ]
+    print(format_table(("model", "memory", "method", "largest batch"), cells))
+    return int(any("failed" in row for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
