@@ -60,7 +60,7 @@ from bench.measure import (
 )
 from bench.pictures import save
 from bench.rivals_rows import HEADER, Row, draw_all, summarize, table
-from bench.zoo import SCALES, ZOO, Built, ZooModel
+from bench.zoo import SCALES, ZOO, ZooModel
 from dtrcompile.backend import dtr
 from dtrcompile.demo.memory import static_bytes, trace_step
 from dtrcompile.options import Budget
@@ -93,7 +93,7 @@ _SAVED = (
 )
 
 
-# --- the methods -----------------------------------------------------------------------------------
+# --- the methods --------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -190,7 +190,7 @@ def under(dtype: str, device: torch.device, call: Callable[..., Tensor]) -> Call
     return run
 
 
-# --- measuring -------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
@@ -375,7 +375,7 @@ def settings(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     return chosen
 
 
-# --- the largest batch -------------------------------------------------------------------------------
+# --- the largest batch --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -474,7 +474,7 @@ def _fits_and_says(
     return is_fitting
 
 
-# --- command line ------------------------------------------------------------------------------------
+# --- command line -------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -100,7 +100,7 @@ class ZooModel:
         return [name for name, _ in module.named_modules() if re.fullmatch(self.blocks, name)]
 
 
-# --- transformers, diffusers -----------------------------------------------------------------------
+# --- transformers, diffusers --------------------------------------------------------------------
 
 
 class _LanguageModelLoss(nn.Module):
@@ -253,7 +253,7 @@ def _unet(sizes: Sizes) -> Built:
     return _DenoisingLoss(model), (torch.randn(shape), steps, torch.randn(shape))
 
 
-# --- own code --------------------------------------------------------------------------------------
+# --- own code -----------------------------------------------------------------------------------
 
 
 def _resnet50(sizes: Sizes) -> Built:
