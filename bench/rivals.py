@@ -63,8 +63,8 @@ from bench.rivals_rows import HEADER, Row, draw_all, summarize, table
 from bench.zoo import SCALES, ZOO, ZooModel
 from dtrcompile.backend import dtr
 from dtrcompile.demo.memory import static_bytes, trace_step
-from dtrcompile.options import Budget
-from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+from dtrcompile.options import Budget, BudgetKind
+from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, format_bytes
 from dtrcompile.passes.torch_private import compile_fx, fresh_cache, functorch_config
 
 METHODS = ("eager", "compile", "memory_budget", "blocks", "selective", "dtr")
@@ -75,6 +75,8 @@ AS_BLOCKS = "as blocks"
 QUICK_MODELS, QUICK_METHODS = ("mixture", "lstm_lm"), ("compile", "memory_budget", "blocks", "dtr")
 QUICK_SHARES, QUICK_BUDGETS = ("0.5",), ("60%",)
 LARGEST_METHODS = ("compile", "blocks", "dtr")
+# Each batch that is tried is a compile.
+MOST_SAMPLES = {"quick": 4, "cpu": 1 << 10, "cuda": 1 << 16}
 SEED = 1234
 # The first compiles; a step of several graphs compiles again in the second, or the third.
 _WARM_UPS = 3
@@ -302,8 +304,15 @@ class _Bench:
         rounds = self.arguments.rounds
         if not rounds:
             return
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         calls = {str(key): trainee.step for key, trainee in self.trained.items()}
-        times = interleaved_s(calls, rounds=rounds, device=self.device)
+        try:
+            times = interleaved_s(calls, rounds=rounds, device=self.device)
+        except torch.OutOfMemoryError as error:
+            say(f"{self.model.name}: no times: {error}")
+            return
         for row in self.rows:
             row.step_s = times.get(str(row.key))
             add(row)
@@ -431,12 +440,17 @@ def fits(
 def largest(fitting: Callable[[int], bool], most: int = 1 << 16) -> int:
     """The largest number that fits, found by doubling and halving to a sixteenth of itself.
 
+    Args:
+        most: a power of two; larger ones are not tried.
+
     Returns:
         0 if not even 1 fits.
     """
     low, high = 0, 1
-    while high <= most and fitting(high):
+    while fitting(high):
         low, high = high, 2 * high
+        if high > most:
+            return low
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
         if fitting(middle):
@@ -456,7 +470,8 @@ def largest_batches(model: ZooModel, arguments: argparse.Namespace) -> list[dict
             row: dict[str, Any] = {"model": model.name, "size": size, "method": method}
             try:
                 row["batch"] = largest(
-                    functools.partial(_fits_and_says, model, method, size_bytes, arguments)
+                    functools.partial(_fits_and_says, model, method, size_bytes, arguments),
+                    most=MOST_SAMPLES[arguments.scale],
                 )
             except Exception as error:
                 cause = cause_of(error)
@@ -519,6 +534,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         for name in given:
             if name not in allowed:
                 parser.error(f"unknown name {name!r}; allowed: {', '.join(allowed)}")
+    try:
+        sizes = [Budget.parse(size, what="a size") for size in arguments.largest_batch]
+    except OptionError as error:
+        parser.error(str(error))
+    if any(size.kind is not BudgetKind.BYTES for size in sizes):
+        parser.error("--largest-batch takes sizes in bytes, such as 16GB or 512MiB")
     return arguments
 
 

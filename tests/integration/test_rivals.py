@@ -186,6 +186,7 @@ def test_the_largest_batch_is_found_to_a_sixteenth(most: int) -> None:
     found = rivals.largest(lambda batch: batch <= most)
     assert found <= most <= found + max(1, found // 16)
     assert most > 16 or found == most
+    assert rivals.largest(lambda batch: batch <= most, most=4) == min(found, 4)
 
 
 def test_a_batch_fits_or_does_not() -> None:
@@ -195,6 +196,16 @@ def test_a_batch_fits_or_does_not() -> None:
     assert rivals.fits(model, "eager", 1 << 30, 2, arguments)
     # Adam's moments alone fill it.
     assert not rivals.fits(model, "eager", rivals.adam_bytes(module), 2, arguments)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--models", "gpt5"], ["--methods", "magic"], ["--largest-batch", "40%"]],
+)
+def test_a_wrong_name_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        rivals.parse(argv)
+    assert "error:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ZOO)
