@@ -31,6 +31,7 @@ import contextlib
 import copy
 import functools
 import gc
+import importlib.metadata
 import json
 import logging
 import os
@@ -622,6 +623,15 @@ def models_there(arguments: argparse.Namespace) -> list[str]:
     return there
 
 
+def description(device: torch.device) -> dict[str, Any]:
+    """The machine, and the versions of the packages whose models are trained."""
+    described = machine(device)
+    for package in ("transformers", "diffusers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            described[package] = importlib.metadata.version(package)
+    return described
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the table and the summary, return the exit status."""
     arguments = parse(argv)
@@ -634,13 +644,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = read_rows(arguments.rows)
     else:
         rows = []
-        description = machine(torch.device(arguments.device))
+        described = description(torch.device(arguments.device))
         for name in models_there(arguments):
             say(name)
             for row in run_model(name, arguments):
                 rows.append(row)
                 record = {"bench": "rivals", **row.to_json(), "cold": arguments.cold}
-                write_json_line(arguments.out, {**record, "machine": description})
+                write_json_line(arguments.out, {**record, "machine": described})
     print(format_table(HEADER, table(rows)))
     for row in rows:
         if row.reason:
@@ -656,7 +666,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def main_largest(arguments: argparse.Namespace) -> int:
     """`--largest-batch`: a table of batches."""
-    description = machine(torch.device(arguments.device))
+    described = description(torch.device(arguments.device))
     found: list[dict[str, Any]] = []
     for name in models_there(arguments):
         try:
@@ -665,7 +675,7 @@ def main_largest(arguments: argparse.Namespace) -> int:
                 kept = {"scale": arguments.scale, "dtype": arguments.dtype, **row}
                 write_json_line(
                     arguments.out,
-                    {"bench": "rivals-largest-batch", **kept, "machine": description},
+                    {"bench": "rivals-largest-batch", **kept, "machine": described},
                 )
         except subprocess.CalledProcessError as error:
             status = f"the process ended with status {error.returncode}"
