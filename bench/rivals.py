@@ -73,8 +73,9 @@ SHARES = tuple(f"{tenth / 10}" for tenth in range(9, -1, -1))
 BUDGETS = ("90%", "80%", "70%", "60%", "50%", "40%", "30%", "20%", "min")
 # The blocks' measured peak as dtr's budget: the two at the same peak.
 AS_BLOCKS = "as blocks"
-QUICK_MODELS, QUICK_METHODS = ("mixture", "lstm_lm"), ("compile", "memory_budget", "blocks", "dtr")
-QUICK_SHARES, QUICK_BUDGETS = ("0.5",), ("60%",)
+# Two models of few kernels: on a CPU most of the time is a C++ compiler's.
+QUICK_MODELS, QUICK_METHODS = ("lstm_lm", "mixture"), ("compile", "blocks", "dtr")
+QUICK_SHARES, QUICK_BUDGETS = ("0.5",), (AS_BLOCKS,)
 LARGEST_METHODS = ("compile", "blocks", "dtr")
 # Each batch that is tried is a compile.
 MOST_SAMPLES = {"quick": 4, "cpu": 1 << 10, "cuda": 1 << 16}
@@ -377,7 +378,7 @@ def settings(arguments: argparse.Namespace) -> list[tuple[str, str]]:
             chosen += [(method, share) for share in arguments.shares]
         elif method == "dtr":
             budgets = list(arguments.budgets)
-            if "blocks" in arguments.methods:
+            if "blocks" in arguments.methods and AS_BLOCKS not in budgets:
                 budgets.append(AS_BLOCKS)
             chosen += [(method, budget) for budget in budgets]
         else:

@@ -501,7 +501,7 @@ ZOO: dict[str, ZooModel] = {
             "lstm_lm",
             _lstm_lm,
             _sizes(
-                Sizes(1, 64, 8, 9),
+                Sizes(1, 64, 8, 4),
                 Sizes(2, 256, 32, 36, vocabulary=2048),
                 Sizes(2, 2048, 1024, 100, vocabulary=32000),
             ),
@@ -511,7 +511,7 @@ ZOO: dict[str, ZooModel] = {
             "mixture",
             _mixture,
             _sizes(
-                Sizes(2, 64, 4, 64),
+                Sizes(1, 64, 4, 64),
                 Sizes(4, 256, 8, 256, vocabulary=2048),
                 Sizes(16, 1024, 16, 2048, 16, 32000),
             ),
