@@ -73,8 +73,8 @@ SHARES = tuple(f"{tenth / 10}" for tenth in range(9, -1, -1))
 BUDGETS = ("90%", "80%", "70%", "60%", "50%", "40%", "30%", "20%", "min")
 # The blocks' measured peak as dtr's budget: the two at the same peak.
 AS_BLOCKS = "as blocks"
-# Two models of few kernels: on a CPU most of the time is a C++ compiler's.
-QUICK_MODELS, QUICK_METHODS = ("lstm_lm", "mixture"), ("compile", "blocks", "dtr")
+# A model of few kernels: on a CPU most of the time is a C++ compiler's.
+QUICK_MODELS, QUICK_METHODS = ("mixture",), ("compile", "blocks", "dtr")
 QUICK_SHARES, QUICK_BUDGETS = ("0.5",), (AS_BLOCKS,)
 LARGEST_METHODS = ("compile", "blocks", "dtr")
 # Each batch that is tried is a compile.
