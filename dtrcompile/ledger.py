@@ -87,8 +87,8 @@ class Assignment:
         if self.is_share_of_unknown:
             between = measured.peak_bytes if self.more_follow else 0
             return Terms(None, Rest(between_bytes=between))
-        if not self.more_follow:
-            return Terms(budget_bytes, self.rest)
+        if not self.more_follow or not measured.backward_peak_bytes:
+            return Terms(budget_bytes, self.rest)  # inference keeps nothing for later
         outside = self.rest.outside_bytes
         own_bytes = measured.peak_bytes - _constants(measured)
         if budget_bytes is not None and own_bytes <= _SMALL * (budget_bytes - outside):
@@ -209,8 +209,9 @@ def _backward_node(result: Any) -> Any:
         return None
     for output in result if isinstance(result, (tuple, list)) else (result,):
         node = output.grad_fn if isinstance(output, torch.Tensor) else None
-        # An output that is a view is made from the compiled function's by autograd.
-        while node is not None and not hasattr(node, "saved_tensors"):
+        # An output that is a view is made from the compiled function's by autograd.  Asked of the
+        # type, because reading the attribute unpacks what was saved, or raises if it is gone.
+        while node is not None and not hasattr(type(node), "saved_tensors"):
             node = node.next_functions[0][0] if node.next_functions else None
         if node is not None:
             return node
@@ -329,12 +330,11 @@ class Ledger:
         """
         sequence = [c.graph for c in calls if c.graph.planned is not None]
         graphs = list(dict.fromkeys(sequence))
-        if self.is_whole_peak or (
-            len(sequence) < 2
-            and not any(
-                (a := _of(g).assignment).more_follow or a.is_share_of_unknown for g in graphs
-            )
-        ):
+        is_inference = all(_of(g).program.boundary is None for g in graphs)
+        was_guessed = any(
+            (a := _of(g).assignment).more_follow or a.is_share_of_unknown for g in graphs
+        )
+        if self.is_whole_peak or is_inference or (len(sequence) < 2 and not was_guessed):
             return
         step = _Step(
             graphs, [graphs.index(g) for g in sequence], _external_bytes(calls), self.options

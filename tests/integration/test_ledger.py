@@ -129,6 +129,31 @@ def test_evaluation_between_the_steps_is_no_part_of_them() -> None:
     assert relative_error(gradients, gradients_of(module)) <= SAME
 
 
+@pytest.mark.parametrize("budget", ["100%", 10**9])
+def test_inference_waits_for_no_backward(budget: object) -> None:
+    module, x = model_and_batch()
+    compiled = compile_dtr(module, budget, compiler="eager")
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), module(x))
+    reports = dtrcompile.reports()
+    assert len(reports) == 4
+    assert all(r.kind == "inference" and not r.recomputed for r in reports)
+
+
+def test_an_output_that_an_earlier_graph_made_may_be_handed_on() -> None:
+    module, x = model_and_batch()
+    compiled = compile_dtr(module, 10**9, compiler="eager")
+    hand_on = compile_dtr(lambda a, b: (a, b + 1.0), 10**9, compiler="eager")
+    for _ in range(3):
+        module.zero_grad()
+        loss = compiled(x)
+        loss.backward()
+        # Its backward has run, so its saved tensors are gone.
+        same, _ = hand_on(loss, loss.detach())
+        assert same.item() == loss.item()
+
+
 def _train(rank: int, port: int, folder: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2"
