@@ -190,6 +190,7 @@ class _Fit:
         self.planned = captured.program  # what the planner sees: the rest of the step included
         self.planner = planner
         self.model = model
+        self.baseline_bytes = 0
         self.planning_s = 0.0
         self.lowering_s = 0.0
         self.candidates: dict[Plan, Candidate] = {}
@@ -212,7 +213,7 @@ class _Fit:
         )
 
         chosen: Candidate | None = None
-        peak_bytes = measured.peak_with(self.rest)
+        peak_bytes = self.baseline_bytes = measured.peak_with(self.rest)
         if own_bytes is None:
             chosen = self.smallest()
             if self.peak(chosen) >= peak_bytes:
@@ -306,7 +307,9 @@ class _Fit:
             return best
         smallest = self.smallest()
         if self.peak(smallest) > budget_bytes:
-            raise self.infeasible(budget_bytes, smallest, self.peak(smallest))
+            # The compiler can make more of every plan than of the default split.
+            minimum_bytes = min(self.peak(smallest), self.baseline_bytes)
+            raise self.infeasible(budget_bytes, smallest, minimum_bytes)
         return min(
             (c for c in self.candidates.values() if self.peak(c) <= budget_bytes),
             key=lambda c: c.stats.cost_ns,
