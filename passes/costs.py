@@ -74,12 +74,14 @@ class DevicePeaks:
         vector_flops: everything else, operations a second.
         bandwidth: bytes a second to and from device memory.
         launch_ns: fixed cost of one kernel.
+        random_ops: what one random number takes, in vector operations.
     """
 
     matrix_flops: Mapping[str, float]
     vector_flops: float
     bandwidth: float
     launch_ns: int
+    random_ops: int
 
     def matrix_peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Operations a second for matrix products of ``dtype``; unlisted dtypes run as vectors."""
@@ -87,6 +89,15 @@ class DevicePeaks:
         if tf32 and name == "float32" and "tf32" in self.matrix_flops:
             name = "tf32"
         return self.matrix_flops.get(name, self.vector_flops)
+
+
+# Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section
+# 3.3), of whose four results Inductor's kernels use one.  On a GPU each of ten rounds is two wide
+# products and two logical instructions on the integer units, which issue a quarter of what the
+# floating-point units count as operations.  On a CPU the kernels are not vectorized: a number
+# takes some 80 cycles of a core (`bench.cost_model`), in which 16 vector operations each fit.
+_GPU_RANDOM_OPS = 260
+_CPU_RANDOM_OPS = 1_300
 
 
 def _gpu(
@@ -108,6 +119,7 @@ def _gpu(
         vector_flops=f32 * 1e12,
         bandwidth=gigabytes_s * 1e9,
         launch_ns=3_000,
+        random_ops=_GPU_RANDOM_OPS,
     )
 
 
@@ -149,6 +161,7 @@ CPU_PEAKS = DevicePeaks(
     vector_flops=384e9,
     bandwidth=51e9,
     launch_ns=3_000,
+    random_ops=_CPU_RANDOM_OPS,
 )
 
 # What well-written kernels reach of the data sheet.
@@ -250,16 +263,20 @@ def bytes_moved(nodes: Nodes, inputs: Nodes, outputs: Nodes) -> int:
 # --- the roofline -------------------------------------------------------------------------------
 
 # Vector operations an element, where it is not about one.  Counted from vectorized libm kernels
-# (polynomial of degree 5 to 10 plus range reduction) and Philox 4x32-10.
+# (polynomial of degree 5 to 10 plus range reduction).
 _HEAVY_FLOPS: Mapping[str, int] = {
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan"), 12),
     **dict.fromkeys(("tanh", "sigmoid", "erf", "erfc", "erfinv", "log_softmax", "_softmax"), 16),
     **dict.fromkeys(("_log_softmax", "gelu", "silu", "softplus", "mish", "elu", "atan2"), 16),
     **dict.fromkeys(("pow", "lgamma", "digamma", "sinh", "cosh", "asin", "acos", "atan"), 24),
     **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal", "fmod", "remainder"), 4),
-    **dict.fromkeys(("inductor_random", "inductor_randint", "rand", "randn", "bernoulli"), 40),
-    **dict.fromkeys(("native_dropout", "rand_like", "randn_like", "randint"), 40),
 }
+
+# Operators that make a random number for each element.
+_RANDOM = frozenset(
+    {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like"}
+    | {"inductor_random", "inductor_randint", "native_dropout", "bernoulli"}
+)
 
 # Operators without a formula in torch that are another one's with other trailing arguments.
 _SAME_FLOPS: Mapping[Any, Any] = {
@@ -309,14 +326,19 @@ def matrix_flops(node: fx.Node) -> int | None:
         return None
 
 
-def vector_flops(node: fx.Node) -> int:
-    """Operations of anything else: one an element, more for transcendental functions."""
+def vector_flops(node: fx.Node, random_ops: int) -> int:
+    """Operations of anything else: one an element, more for transcendental functions.
+
+    Args:
+        random_ops: of one random number.
+    """
     if not is_kernel(node):
         return 0
     sizes = [_numel(t) for t in _tensors(node)]
     sizes += [_numel(t) for n in node.all_input_nodes for t in _tensors(n)]
     name = getattr(packet(node), "__name__", "")
-    return max(sizes, default=0) * _HEAVY_FLOPS.get(name, 1)
+    each = random_ops if name in _RANDOM else _HEAVY_FLOPS.get(name, 1)
+    return max(sizes, default=0) * each
 
 
 def _tf32_allowed(node: fx.Node) -> bool:
@@ -353,7 +375,7 @@ class RooflineCostModel(CostModel):
         for node in nodes:
             flops = matrix_flops(node)
             if flops is None:
-                vector_ops += vector_flops(node)
+                vector_ops += vector_flops(node, self.peaks.random_ops)
                 continue
             operand = next(t for n in node.all_input_nodes for t in _tensors(n))
             peak = self.peaks.matrix_peak(operand.dtype, tf32=_tf32_allowed(node))

@@ -38,6 +38,7 @@ ROUND_PEAKS = DevicePeaks(
     vector_flops=1e9,
     bandwidth=1e9 / 0.8,
     launch_ns=100,
+    random_ops=50,
 )
 
 
@@ -95,6 +96,12 @@ def test_transcendental_functions_cost_more() -> None:
     nodes = trace(lambda x: x.tanh(), torch.ones(1000))
     # 16 operations an element against 8,000 bytes.
     assert roofline(nodes) == 100 + 16_000
+
+
+def test_random_numbers_cost_what_the_device_says() -> None:
+    nodes = trace(lambda x: torch.rand_like(x) > 0.1, torch.ones(1000))
+    # 50 operations a number and one comparison, against some 1,000 bytes.
+    assert roofline(nodes) == 100 + 51_000
 
 
 def test_slice_reads_only_its_part() -> None:
