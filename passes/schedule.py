@@ -32,11 +32,14 @@ from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.nodes import hint
 from dtrcompile.passes.torch_private import (
     BoxedBool,
+    CppVecKernel,
     DebugContext,
     FakeTensorMode,
     GraphLowering,
     InProcessFxCompile,
+    SchedulerNode,
     TracingContext,
+    V,
     get_input_idxs_to_check,
     inductor_config,
     select_decomp_table,
@@ -105,6 +108,7 @@ def lower(
     with (
         torch.utils._python_dispatch._disable_current_modes(),
         DebugContext(),
+        mock.patch.object(SchedulerNode, "codegen", _codegen_unless_vectorized),
         mock.patch.object(GraphLowering, "compile_to_module", stop),
     ):
         try:
@@ -124,6 +128,21 @@ def lower(
         "Inductor finished without writing a Python wrapper; cpp_wrapper and ahead-of-time"
         " compilation cannot be checked. Pass options={'verify': False} to go without the check."
     )
+
+
+def _codegen_unless_vectorized(node: Any, index_vars: Any) -> None:
+    """Inductor's ``SchedulerNode.codegen``, leaving the bodies of vectorized C++ loops empty.
+
+    The scalar kernel, which comes first, decides which buffers are needed and which are updated in
+    place; the vectorized forms change nothing of that, take most of a lowering's time, and are not
+    run here.  Their tiling is still searched: loops that share their outer level keep buffers
+    local only if it agrees.
+    """
+    if not isinstance(V.kernel, CppVecKernel):
+        _CODEGEN(node, index_vars)
+
+
+_CODEGEN = SchedulerNode.codegen
 
 
 # Wrappers by what they were made from: candidates of one plan often share a forward graph, and

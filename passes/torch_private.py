@@ -53,9 +53,11 @@ from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor import pattern_matcher
 from torch._inductor.pattern_matcher import is_match
+from torch._inductor.codegen.cpp import CppVecKernel
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.ir import NHWC_STRIDE_ORDER, ExternKernel, TensorBox
 from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import BoxedBool, count_tangents, fresh_cache
 from torch._inductor.virtualized import V
 
