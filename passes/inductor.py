@@ -129,6 +129,7 @@ class InductorModel(MemoryModel):
             schedule.backward_peak_bytes,
             schedule.boundary_bytes,
             schedule.saved_bytes,
+            schedule.step_bytes,
         )
 
     def _schedule(self, captured: Captured, graphs: Sequence[fx.GraphModule]) -> Schedule:

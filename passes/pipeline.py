@@ -1,8 +1,9 @@
 """From captured graphs to graphs that fit: plan, emit, measure, plan again with what was learned.
 
 A `MemoryModel` says what the emitted graphs will really hold: for Inductor its own schedule, for
-the eager executor the referee.  Where the two differ, the plan's target moves by the difference,
-and the cheapest plan whose *measured* peak is within the budget wins.
+the eager executor the referee.  Where the two differ, the next plan knows by how much at each
+operator (`residuals`), or else its target moves; the cheapest plan whose *measured* peak is within
+the budget wins.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from torch import fx
 
@@ -23,6 +25,7 @@ from dtrcompile.passes.planners import minimum_plan
 from dtrcompile.passes.planners.base import Planner, keep_all
 from dtrcompile.passes.program import Program, StorageKind
 from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
+from dtrcompile.passes.residuals import residuals, with_residuals, without_residuals
 from dtrcompile.passes.sharing import ALONE, GraphBytes, Rest, with_rest, without_rest
 from dtrcompile.passes.tighten import tighten
 from dtrcompile.passes.verify import verify_emitted
@@ -31,6 +34,9 @@ log = logging.getLogger("dtrcompile")
 
 # Rounds of planning with a corrected target.  Nearly every graph needs one or two.
 _MOST_ROUNDS = 4
+# Plans at the minimum that learn from the one before.
+_MOST_LESSONS = 2
+NOTHING: Mapping[int, int] = MappingProxyType({})
 # A plan that uses less than this share of the budget is worth another, looser one.
 _GOOD_FILL = 0.97
 
@@ -46,6 +52,8 @@ class Measured:
         forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
         boundary_bytes: held when forward has returned: constants, saved tensors, outputs.
         saved_bytes: held between forward and backward.
+        step_bytes: step of the plan -> the most held in it, where it is known step by step and may
+            differ from the referee's.
     """
 
     peak_bytes: int
@@ -55,6 +63,7 @@ class Measured:
     backward_peak_bytes: int
     boundary_bytes: int
     saved_bytes: int
+    step_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def peak_with(self, rest: Rest) -> int:
         """As `GraphBytes.peak_with`."""
@@ -245,7 +254,7 @@ class _Fit:
     def try_plan(self, plan: Plan) -> Candidate:
         """Emit, verify and measure a plan, once."""
         refuse_copies(plan, "compiling")
-        plan = tighten(self.program, without_rest(plan, self.program))
+        plan = tighten(self.program, plan)
         if plan not in self.candidates:
             timeline, stats = replay(self.program, plan)
             emitted = emit(self.captured, plan)
@@ -263,16 +272,35 @@ class _Fit:
             self.candidates[plan] = Candidate(plan, timeline, stats, emitted, measured)
         return self.candidates[plan]
 
-    def plan_for(self, target_bytes: int) -> Candidate | None:
-        """The planner's answer for a target, None where it has none."""
+    def plan_for(self, target_bytes: int, known: Mapping[int, int] = NOTHING) -> Candidate | None:
+        """The planner's answer for a target, None where it has none.
+
+        Args:
+            known: residuals of operators.
+        """
+        return self.plan_with(lambda program: self.planner.plan(program, target_bytes), known)
+
+    def plan_with(
+        self, planner: Callable[[Program], Plan], known: Mapping[int, int]
+    ) -> Candidate | None:
+        """A plan of the program that knows the residuals, None where there is none."""
         start = time.perf_counter()
+        program = with_residuals(self.program, known)
         try:
-            plan = self.planner.plan(self.planned, target_bytes)
+            plan = planner(with_rest(program, self.rest))
         except InfeasibleBudgetError:
             return None
         finally:
             self.planning_s += time.perf_counter() - start
-        return self.try_plan(plan)
+        return self.try_plan(without_residuals(without_rest(plan, program), self.program))
+
+    def learn(self, candidate: Candidate, known: dict[int, int]) -> bool:
+        """Add a candidate's residuals; whether any was new."""
+        before = dict(known)
+        measured = candidate.measured.step_bytes
+        for o, extra in residuals(candidate.plan, candidate.timeline, measured).items():
+            known[o] = max(extra, known.get(o, 0))
+        return known != before
 
     def cheapest_within(
         self, budget_bytes: int, baseline_planned_bytes: int, baseline_bytes: int
@@ -283,12 +311,20 @@ class _Fit:
         target = budget_bytes * baseline_planned_bytes // max(baseline_bytes, 1)
         target = min(target, budget_bytes, baseline_planned_bytes - 1)
         best: Candidate | None = None
+        known: dict[int, int] = {}
         low, high = 0, baseline_planned_bytes  # targets known to fit, known not to
         for _ in range(_MOST_ROUNDS):
-            candidate = self.plan_for(target)
+            candidate = self.plan_for(target, known)
+            if candidate is None and known:
+                known.clear()  # what was learned of one plan need not hold for another
+                candidate = self.plan_for(target)
             if candidate is None:
                 break
             peak = self.peak(candidate)
+            if peak > budget_bytes and self.learn(candidate, known):
+                # The planner can keep to the budget itself, where it knows what operators hold.
+                target = budget_bytes
+                continue
             if peak <= budget_bytes:
                 low = max(low, target)
                 if best is None or candidate.stats.cost_ns < best.stats.cost_ns:
@@ -321,24 +357,35 @@ class _Fit:
         The same set whatever was tried before, so that the minimum that an error names is met when
         it is asked for.
         """
-        start = time.perf_counter()
-        plan = minimum_plan(self.planned, self.planner)
-        self.planning_s += time.perf_counter() - start
-        minimum = self.try_plan(plan)
-        tried = [minimum]
-        planned_bytes = max(
-            minimum.stats.peak_bytes,
-            minimum.stats.boundary_bytes + self.rest.between_bytes
-            if self.rest.between_bytes
-            else 0,
-        )
-        if self.peak(minimum) <= planned_bytes * 102 // 100:
-            return minimum  # nothing lost between plan and schedule, so nothing to win
-        for percent in (104, 112):
-            candidate = self.plan_for(planned_bytes * percent // 100)
-            if candidate is not None:
-                tried.append(candidate)
+        known: dict[int, int] = {}
+        tried = [self.minimum(known)]
+        for _ in range(_MOST_LESSONS):
+            if self.agrees(tried[-1], known) or not self.learn(tried[-1], known):
+                break
+            tried.append(self.minimum(known))
+        if not self.agrees(tried[-1], known):
+            planned_bytes = self.planned_peak(tried[0], NOTHING)
+            looser = [self.plan_for(planned_bytes * percent // 100) for percent in (104, 112)]
+            tried += [candidate for candidate in looser if candidate is not None]
         return min(tried, key=lambda c: (self.peak(c), c.stats.cost_ns))
+
+    def planned_peak(self, candidate: Candidate, known: Mapping[int, int]) -> int:
+        """What the referee, who knows the residuals, says that counts against the budget."""
+        program = with_residuals(self.program, known)
+        stats = replay(program, replace(candidate.plan, program=program.fingerprint))[1]
+        return GraphBytes(
+            0, stats.forward_peak_bytes, stats.backward_peak_bytes, stats.boundary_bytes, 0
+        ).peak_with(self.rest)
+
+    def agrees(self, candidate: Candidate, known: Mapping[int, int]) -> bool:
+        """Whether next to nothing was lost between plan and schedule."""
+        return self.peak(candidate) <= self.planned_peak(candidate, known) * 102 // 100
+
+    def minimum(self, known: Mapping[int, int]) -> Candidate:
+        """The planner's smallest plan of the program that knows the residuals."""
+        candidate = self.plan_with(lambda p: minimum_plan(p, self.planner), known)
+        assert candidate is not None  # keeping all is a plan
+        return candidate
 
     def infeasible(
         self, budget_bytes: int, smallest: Candidate, minimum_bytes: int

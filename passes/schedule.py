@@ -49,10 +49,16 @@ from dtrcompile.passes.workspaces import workspace_bytes
 
 @dataclass(frozen=True)
 class Wrapper:
-    """The Python wrapper that Inductor wrote for one graph, and the constants that it refers to."""
+    """The Python wrapper that Inductor wrote for one graph.
+
+    Attributes:
+        constants: what it refers to.
+        steps: buffer -> the step of the plan that it belongs to; empty for a default split's.
+    """
 
     source: str
     constants: Mapping[str, torch.Tensor]
+    steps: Mapping[str, int] = field(default_factory=dict)
 
 
 class _Lowered(BaseException):
@@ -81,7 +87,8 @@ def lower(
 
     def stop(graph: Any) -> Any:
         code, _ = graph.codegen()
-        raise _Lowered(Wrapper(getattr(code, "value", code), dict(graph.constants)))
+        source = getattr(code, "value", code)
+        raise _Lowered(Wrapper(source, dict(graph.constants), _steps_of_buffers(graph)))
 
     key = _lowering_key(
         gm, example_inputs, (tuple(static_input_indices), is_backward, is_inference)
@@ -130,6 +137,16 @@ def lower(
     )
 
 
+def _steps_of_buffers(graph: Any) -> dict[str, int]:
+    """Which step of the plan each buffer was lowered from: its latest origin's."""
+    steps = {}
+    for buffer in graph.buffers:
+        of_origins = [n.meta["dtr_step"] for n in buffer.get_origins() if "dtr_step" in n.meta]
+        if of_origins:
+            steps[buffer.get_name()] = max(of_origins)
+    return steps
+
+
 def _codegen_unless_vectorized(node: Any, index_vars: Any) -> None:
     """Inductor's ``SchedulerNode.codegen``, leaving the bodies of vectorized C++ loops empty.
 
@@ -158,7 +175,7 @@ def _lowering_key(gm: fx.GraphModule, example_inputs: Sequence[object], rest: ob
     text = gm.print_readable(print_output=False, include_stride=True, include_device=True)
     digest.update(text.encode())
     for node in gm.graph.nodes:
-        marks = (node.meta.get("dtr_group"), node.meta.get("dtr_realize"))
+        marks = [node.meta.get(mark) for mark in ("dtr_step", "dtr_group", "dtr_realize")]
         digest.update(f"{marks}{node.meta.get('user_visible_output_idxs')}".encode())
     for leaf in example_inputs:
         if isinstance(leaf, torch.Tensor):
@@ -233,6 +250,8 @@ class Ledger:
         peak_bytes: largest so far.
         peak_label: what was allocated then.
         peak_live: what was live at the peak.
+        steps: buffer -> step of the plan, of the wrapper that is being run.
+        step_bytes: step of the plan -> the most that was live when it allocated.
     """
 
     base_bytes: int = 0
@@ -242,6 +261,8 @@ class Ledger:
     peak_bytes: int = 0
     peak_label: str = ""
     peak_live: tuple[Allocation, ...] = ()
+    steps: Mapping[str, int] = field(default_factory=dict)
+    step_bytes: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.peak_bytes = self.base_bytes
@@ -281,6 +302,9 @@ class Ledger:
     def _record(self, label: str) -> None:
         total = self.base_bytes + self.live_bytes
         self.events.append((total, label))
+        step = self.steps.get(label.partition(" = ")[0])
+        if step is not None:
+            self.step_bytes[step] = max(total, self.step_bytes.get(step, 0))
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_label = total, label
             self.peak_live = tuple(self.live.values())
@@ -378,6 +402,7 @@ def run_wrapper(
         and t.untyped_storage()._cdata not in ledger.live
     ]
     held = _keys(outside)
+    ledger.steps = wrapper.steps
     try:
         with torch.no_grad():
             exec(compile(source, _WRAPPER_FILE, "exec"), namespace)
@@ -426,6 +451,8 @@ class Schedule:
         forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
         boundary_bytes: what is live when forward has returned.
         saved_bytes: allocated by forward for backward, user outputs left out.
+        step_bytes: step of the plan -> the most that is held when it allocates; empty for a default
+            split.
     """
 
     peak_bytes: int
@@ -435,6 +462,7 @@ class Schedule:
     backward_peak_bytes: int
     boundary_bytes: int
     saved_bytes: int
+    step_bytes: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -528,6 +556,7 @@ def replay_schedule(
         backward_peak_bytes=backward_peak_bytes,
         boundary_bytes=boundary_bytes,
         saved_bytes=saved_bytes,
+        step_bytes=ledger.step_bytes,
     )
 
 

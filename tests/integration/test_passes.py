@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,17 +11,19 @@ from functorch.compile import make_boxed_func
 from torch import fx, nn
 
 from dtrcompile.passes import emit as emit_module
+from dtrcompile.passes import pipeline
 from dtrcompile.passes.capture import Captured, capture
 from dtrcompile.passes.costs import make_cost_model
 from dtrcompile.passes.emit import Emitted, emit, free
 from dtrcompile.passes.errors import UnsupportedPlanError, VerificationError
 from dtrcompile.passes.host_link import HostLink
-from dtrcompile.passes.pipeline import RefereeModel, Terms, fit
+from dtrcompile.passes.pipeline import Measured, MemoryModel, RefereeModel, Terms, fit
 from dtrcompile.passes.plan import Offload, Plan
 from dtrcompile.passes.planners import make_planner, minimum_plan
 from dtrcompile.passes.planners.base import keep_all
 from dtrcompile.passes.program import StorageKind
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.replay import PlanStats, replay
+from dtrcompile.passes.residuals import with_residuals
 from dtrcompile.passes.schedule import Ledger, Wrapper, run_wrapper
 from dtrcompile.passes.tighten import tighten
 from dtrcompile.passes.torch_private import (
@@ -232,6 +235,49 @@ def test_cuda_sizes_are_rounded_up() -> None:
 def test_an_unknown_wrapper_is_refused() -> None:
     with pytest.raises(VerificationError, match="unknown form"):
         run_wrapper(Wrapper("def call(args): pass", {}), [], Ledger(), FakeTensorMode())
+
+
+class ExtraAt(MemoryModel):
+    """A compiler whose kernels for one operator hold more than they have to."""
+
+    def __init__(self, operator: int, extra_bytes: int) -> None:
+        self.operator, self.extra_bytes = operator, extra_bytes
+        self.referee = RefereeModel()
+
+    def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
+        if emitted is None:
+            return self.referee.measure(captured, emitted, stats)
+        known = with_residuals(captured.program, {self.operator: self.extra_bytes})
+        plan = replace(self.plan, program=known.fingerprint)
+        timeline, stats = replay(known, plan)
+        measured = self.referee.measure(captured, emitted, stats)
+        return replace(measured, step_bytes=dict(enumerate(timeline.during_bytes)))
+
+    plan: Plan
+
+
+def test_what_the_schedule_holds_at_an_operator_is_learned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured = captured_of(MLP(6), torch.randn(64, 16))
+    program = captured.program
+    plan = keep_all(program)
+    timeline, _ = replay(program, plan)
+    budget_bytes = timeline.peak_bytes * 7 // 10
+    # An operator that no plan can do without, in the middle of backward.
+    operator = (program.boundary + len(program.operators)) // 2  # type: ignore[operator]
+    model = ExtraAt(operator, timeline.peak_bytes // 4)
+
+    def emit_and_tell(captured: Captured, plan: Plan) -> Emitted:
+        model.plan = plan
+        return emit(captured, plan)
+
+    monkeypatch.setattr(pipeline, "emit", emit_and_tell)
+    outcome = fit(captured, make_planner("auto"), lambda _: Terms(budget_bytes), model)
+    assert outcome.chosen is not None
+    assert outcome.measured.peak_bytes <= budget_bytes
+    # The plan alone would hold less where the operator is none of the peak's.
+    assert outcome.measured.peak_bytes >= outcome.chosen.stats.peak_bytes
 
 
 def test_a_plan_with_copies_is_refused_wherever_it_would_be_compiled() -> None:

@@ -1,0 +1,51 @@
+"""What the compiler's schedule holds beyond the plan, operator by operator.
+
+A plan counts what an operator reads and writes, and the workspace that is known beforehand.  The
+kernel that the compiler makes of it may hold more: values inside a fusion that did not stay in
+registers, copies in another layout, a buffer that is freed a kernel later.  Where a schedule was
+measured step by step, the difference is known, and the next plan is made of a program in which it
+is the operator's workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dtrcompile.passes.plan import Compute, Plan
+from dtrcompile.passes.program import Program
+from dtrcompile.passes.replay import MemoryTimeline
+
+
+def residuals(
+    plan: Plan, timeline: MemoryTimeline, held_bytes: Mapping[int, int]
+) -> dict[int, int]:
+    """Operator -> the most bytes that one of its runs held above what the plan says.
+
+    Args:
+        timeline: the referee's, of ``plan``.
+        held_bytes: step of ``plan`` -> the most that the compiler's schedule holds in it.
+    """
+    found: dict[int, int] = {}
+    for index, held in held_bytes.items():
+        step = plan.steps[index]
+        extra = held - timeline.during_bytes[index]
+        if isinstance(step, Compute) and extra > found.get(step.operator, 0):
+            found[step.operator] = extra
+    return found
+
+
+def with_residuals(program: Program, found: Mapping[int, int]) -> Program:
+    """The program with each operator's residual as more workspace."""
+    if not found:
+        return program
+    operators = tuple(
+        replace(op, workspace_bytes=op.workspace_bytes + found.get(op.id, 0))
+        for op in program.operators
+    )
+    return replace(program, operators=operators)
+
+
+def without_residuals(plan: Plan, program: Program) -> Plan:
+    """The plan of `with_residuals`'s program as one of ``program``."""
+    return replace(plan, program=program.fingerprint)
