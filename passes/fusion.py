@@ -84,6 +84,20 @@ def _run_node_and_realize(graph: Any, node: Any) -> Any:
 _RUN_NODE = GraphLowering.run_node
 
 
+def _channels_last_but_for_inputs(graph: Any) -> Any:
+    """Which nodes Inductor had better make channels-last; inputs that are saved stay as they are.
+
+    It would save a channels-last copy of each convolution's weight for backward, beside the weight
+    itself.  The copy that a convolution needs is made where it runs.
+    """
+    (out,) = graph.module.graph.find_nodes(op="output")
+    saved_inputs = {n for n in out.all_input_nodes if n.op == "placeholder"}
+    return _PREFER_CHANNELS_LAST(graph) - saved_inputs
+
+
+_PREFER_CHANNELS_LAST = GraphLowering.find_nodes_prefer_channels_last
+
+
 def _reuse_at_once(line: Any, free_line: Any, size: int) -> bool:  # noqa: ARG001
     """Whether an allocation may take a dead buffer: only if nothing ran between.
 
@@ -112,6 +126,9 @@ def keep_plan_order() -> Iterator[None]:
         V.set_choices_handler(veto()),
         mock.patch.object(pattern_matcher, "is_match", _in_one_place),
         mock.patch.object(GraphLowering, "run_node", _run_node_and_realize),
+        mock.patch.object(
+            GraphLowering, "find_nodes_prefer_channels_last", _channels_last_but_for_inputs
+        ),
         mock.patch.object(AllocateLine, "should_reuse_buffer", _reuse_at_once),
     ):
         yield

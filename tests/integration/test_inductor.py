@@ -284,6 +284,25 @@ def test_inference_under_a_budget() -> None:
     assert report.promised_peak_bytes < report.baseline_peak_bytes
 
 
+def test_weights_of_convolutions_are_not_saved_twice() -> None:
+    """Inductor would save a channels-last copy of each; a plan's graphs keep the weight itself."""
+    torch.manual_seed(SEED)
+    layers = [
+        layer
+        for channels in ((8, 128), (128, 128), (128, 128))
+        for layer in (nn.Conv2d(*channels, 3, padding=1), nn.ReLU())
+    ]
+    module, x = nn.Sequential(*layers), torch.randn(4, 8, 8, 8)
+    weight_bytes = 128 * 128 * 3 * 3 * 4
+    compiled = compile_dtr(module, "min", compiler="inductor")
+    peak_bytes = live_peak_bytes(lambda: compiled(x).square().sum().backward())
+    (report,) = dtrcompile.reports()
+    # Activations are 128 KiB each.
+    assert report.saved_bytes < weight_bytes
+    outside_bytes = 3 * 4 * 128 * 8 * 8 * 4  # the loss is made outside
+    assert peak_bytes + static_bytes(module, x) <= report.promised_peak_bytes + outside_bytes
+
+
 def test_batch_norm_and_convolutions() -> None:
     """Running statistics move once; layouts are Inductor's own."""
 
