@@ -6,7 +6,9 @@ followed by the backward graph, so at an ample budget the result is the default'
 
 Operators are what Inductor will run, not FX nodes.  A KERNEL node (`nodes.Role`) is an operator.
 FUSED nodes are grouped greedily, in graph order, the way Inductor's scheduler fuses a producer with
-its consumers: a cluster stays open until something outside it reads one of its values.  A FUSED
+its consumers: a cluster stays open until something outside it reads one of its values, or until
+waiting for the next consumer would keep many of its inputs alive (a gradient that is added up over
+the steps of an unrolled loop: the sum so far is kept instead of all terms).  A FUSED
 value is *materialized* (has a storage) if a kernel, another cluster or an output reads it; each
 materialized value is one operator, whose nodes are the *cone* of unmaterialized nodes above it.
 Views own no bytes and are made again at each use.
@@ -162,6 +164,11 @@ def capture(
     ).run()
 
 
+# A cluster that reads so many values is run when it can be, if that frees memory: as many as
+# Inductor itself lets a value read before it computes it once (``config.realize_reads_threshold``).
+_MANY_READS = 4
+
+
 class _Capture:
     def __init__(
         self,
@@ -233,6 +240,8 @@ class _Capture:
         parent: list[int] = []
         is_open: list[bool] = []
         loop_numel: list[int] = []
+        runs_at: list[int] = []
+        read_by: list[set[fx.Node]] = []  # computed values from outside
         cluster_of: dict[fx.Node, int] = {}
 
         def find(c: int) -> int:
@@ -249,6 +258,24 @@ class _Capture:
                     sources.append(n)
             return sources
 
+        last_kernel = -1
+        last_read = self._last_reads()
+
+        def should_wait(other: int, source: fx.Node) -> bool:
+            """Whether a cluster had better run with the consumer that has come than on its own."""
+            if last_kernel < runs_at[other] or len(read_by[other]) < _MANY_READS:
+                return True
+            ending = [
+                n
+                for n in read_by[other]
+                if last_read[n] <= runs_at[other]
+                and (n not in cluster_of or find(cluster_of[n]) != other)
+            ]
+            if len(ending) < _MANY_READS or not is_tensor(source):
+                return True
+            freed_bytes = sum(self._owned_bytes(n) for n in ending)
+            return freed_bytes <= self._owned_bytes(source)
+
         for index, node in enumerate(self.calls):
             if index == self.first_backward_call:
                 is_open = [False] * len(is_open)
@@ -261,6 +288,7 @@ class _Capture:
                     cluster_of[node] = cluster_of[source]  # type: ignore[index]
                 continue
             if kind is Role.KERNEL:
+                last_kernel = index
                 if is_mutating(node):
                     # Loops that read the old value must not be delayed past the write.
                     is_open = [False] * len(is_open)
@@ -271,20 +299,40 @@ class _Capture:
             parent.append(mine)
             is_open.append(True)
             loop_numel.append(_loop_numel(node))
+            runs_at.append(index)
+            read_by.append({o for n in self.inputs_of(node) if (o := self.owner(n)) in last_read})
             for source in fused_sources(node):
                 other = find(cluster_of[source])
                 if other == find(mine):
                     continue
-                if is_open[other] and _same_loops(
-                    loop_numel[other], loop_numel[find(mine)], source
+                if (
+                    is_open[other]
+                    and _same_loops(loop_numel[other], loop_numel[find(mine)], source)
+                    and should_wait(other, source)
                 ):
                     root = find(mine)
                     parent[root] = other
                     loop_numel[other] = max(loop_numel[other], loop_numel[root])
+                    runs_at[other] = index
+                    read_by[other] = (read_by[other] | read_by[root]) - {source}
                 else:
                     is_open[other] = False
             cluster_of[node] = mine
         return {n: find(c) for n, c in cluster_of.items()}
+
+    def _last_reads(self) -> dict[fx.Node, int]:
+        """For each computed value that owns memory, where it is read last."""
+        last_read: dict[fx.Node, int] = {}
+        for index, node in enumerate(self.calls):
+            if is_tensor(node) and view_base(node) is None:
+                last_read[node] = index
+            for n in self.inputs_of(node):
+                source = self.owner(n)
+                if source in last_read:
+                    last_read[source] = index
+        for node in (*self.user_outputs, *self.gradients):
+            last_read[self.owner(node)] = len(self.calls)
+        return last_read
 
     def _materialized(self, clusters: dict[fx.Node, int]) -> set[fx.Node]:
         """FUSED and ITEM nodes whose value gets a storage."""

@@ -237,6 +237,29 @@ def test_an_unknown_wrapper_is_refused() -> None:
         run_wrapper(Wrapper("def call(args): pass", {}), [], Ledger(), FakeTensorMode())
 
 
+class Unrolled(nn.Module):
+    """One layer, many times: its weight's gradient is a sum of as many terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(16):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+def test_a_gradient_is_added_up_as_it_comes() -> None:
+    captured = captured_of(Unrolled(), torch.randn(2, 64))
+    program = captured.program
+    weight_bytes = 64 * 64 * 4
+    timeline, _ = replay(program, keep_all(program))
+    held = [s for s in timeline.peak_resident if program.storages[s].size_bytes == weight_bytes]
+    # The weight, the sum so far and a few terms; not all sixteen.
+    assert len(held) <= 8
+
+
 class ExtraAt(MemoryModel):
     """A compiler whose kernels for one operator hold more than they have to."""
 
