@@ -10,6 +10,7 @@ value into memory.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from unittest import mock
 from dtrcompile.passes.torch_private import (
     NHWC_STRIDE_ORDER,
     AllocateLine,
+    CppScheduling,
     ExternKernel,
     GraphLowering,
     InductorChoices,
@@ -107,6 +109,45 @@ def _reuse_at_once(line: Any, free_line: Any, size: int) -> bool:  # noqa: ARG00
     return bool(free_line.scheduler_node_index + 1 == line.scheduler_node_index)
 
 
+def _flush_before_much_is_freed(scheduling: Any) -> bool:
+    """Whether to end a C++ function here.
+
+    Inductor puts all loops between two library calls into one function, allocates everything before
+    it and frees everything after it.  The plan frees in between; where that is much, the function
+    ends there.
+    """
+    if _READY_TO_FLUSH(scheduling):
+        return True
+    graph: Any = V.graph
+    if not hasattr(graph, "dtr_buffer_bytes"):
+        graph.dtr_buffer_bytes = {name: _bytes_of(graph, name) for name in graph.name_to_buffer}
+        graph.dtr_all_bytes = sum(graph.dtr_buffer_bytes.values())
+        # Inputs that are the caller's, in AOTAutograd's naming, are not freed.
+        graph.dtr_buffer_bytes.update(
+            (name, _bytes_of(graph, name))
+            for name in graph.graph_inputs
+            if not name.startswith(("primals", "tangents"))
+        )
+    names = graph.scheduler.buffer_names_to_free - graph.removed_buffers
+    freed_bytes = sum(graph.dtr_buffer_bytes.get(name, 0) for name in names)
+    return bool(freed_bytes * _FUNCTION_SHARE > graph.dtr_all_bytes)
+
+
+_READY_TO_FLUSH = CppScheduling.ready_to_flush
+# What is freed is much if it is this part of all that the graph ever allocates.
+_FUNCTION_SHARE = 1024
+
+
+def _bytes_of(graph: Any, name: str) -> int:
+    """What a buffer or an input holds; 0 for what is no tensor."""
+    buffer = graph.name_to_buffer.get(name) or graph.graph_inputs[name]
+    size = buffer.maybe_get_size()
+    if size is None:
+        return 0
+    numel = graph.sizevars.optimization_hint(math.prod(size), fallback=1)
+    return int(numel) * buffer.get_dtype().itemsize
+
+
 @contextlib.contextmanager
 def keep_plan_order() -> Iterator[None]:
     """Within it, Inductor lowers a plan's graphs as the plan says.
@@ -130,5 +171,6 @@ def keep_plan_order() -> Iterator[None]:
             GraphLowering, "find_nodes_prefer_channels_last", _channels_last_but_for_inputs
         ),
         mock.patch.object(AllocateLine, "should_reuse_buffer", _reuse_at_once),
+        mock.patch.object(CppScheduling, "ready_to_flush", _flush_before_much_is_freed),
     ):
         yield
