@@ -269,7 +269,8 @@ class Options:
             choose.
         planning_s: about how many seconds planner ``"auto"`` may take for one plan, of which a
             compilation makes up to half a dozen; it stands for a fixed amount of work, so that the
-            plan does not depend on the machine.  None: 2 ms an operator, at most 5 s.
+            plan does not depend on the machine.  None: under one for a thousand operators, at
+            most 5.
         cost_model: ``"roofline"`` (analytic) or ``"measured"`` (each operator timed once).
         compiler: ``"inductor"``, or ``"eager"`` (the reference executor, which counts bytes).
         inductor: passed on to Inductor as configuration patches, ``"mode"`` included; frozen, see

@@ -68,8 +68,10 @@ _CANDIDATES: tuple[Heuristic, ...] = (
 _UNITS_PER_S = 600_000
 # A step of the simulator costs about as much as a dozen of those.
 _UNITS_PER_STEP = 12
-# Without an option: seconds for each operator, and at most.
-_SECONDS_PER_OPERATOR = 2e-3
+# Without an option: seconds for each operator of a small program, up to where a thousand operators
+# take less than a second; from there in proportion again, and at most.
+_SMALL_S_PER_OPERATOR = 2e-3
+_THOUSAND_S = 0.75
 _DEFAULT_S = 5.0
 # Shares of the work for the candidates, and for choosing among the seeds by a short search.
 _CANDIDATE_SHARE = 0.3
@@ -92,7 +94,7 @@ class AutoPlanner(Planner):
     Attributes:
         heuristic: run this one only (a name in `heuristics.HEURISTICS`); None: the portfolio.
         cost_limit: a candidate is given up at this multiple of the baseline's cost.
-        planning_s: about how many seconds one plan may take; None: 2 ms an operator, at most 5 s.
+        planning_s: about how many seconds one plan may take; None: `default_planning_s`.
             It stands for a fixed amount of work, so a slower machine takes longer, and the
             candidate that runs when the work is used up is finished.
         first_fit: take the first candidate that fits; for searching the smallest budget.
@@ -133,7 +135,7 @@ class AutoPlanner(Planner):
         """Units of work for one plan."""
         seconds = self.planning_s
         if seconds is None:
-            seconds = min(_DEFAULT_S, _SECONDS_PER_OPERATOR * index.n_operators)
+            seconds = default_planning_s(index.n_operators)
         return int(seconds * _UNITS_PER_S)
 
     def _best_schedule(self, index: ProgramIndex, budget_bytes: int) -> Schedule:
@@ -244,6 +246,12 @@ class AutoPlanner(Planner):
 
     def for_minimum(self) -> Planner:
         return replace(self, first_fit=True)
+
+
+def default_planning_s(n_operators: int) -> float:
+    """Seconds for one plan where none are given: under one up to a thousand operators."""
+    of_small = min(_SMALL_S_PER_OPERATOR * n_operators, _THOUSAND_S)
+    return min(max(of_small, _THOUSAND_S * n_operators / 1000), _DEFAULT_S)
 
 
 def _rank(schedule: Schedule) -> tuple[int, int]:

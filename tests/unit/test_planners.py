@@ -23,6 +23,7 @@ from dtrcompile.passes.planners import (
     make_planner,
     minimum_plan,
 )
+from dtrcompile.passes.planners.auto import default_planning_s
 from dtrcompile.passes.planners.improve import keep_what_fits, schedule_of
 from dtrcompile.passes.program import Program
 from dtrcompile.passes.replay import replay
@@ -276,6 +277,13 @@ def test_more_planning_time_makes_no_worse_plan_and_none_is_allowed() -> None:
     assert costs[0] > costs[1] > costs[2]
     with pytest.raises(OptionError, match="planning_s is -1"):
         make_planner("auto", planning_s=-1)
+
+
+def test_more_operators_get_more_time_and_a_thousand_less_than_a_second() -> None:
+    seconds = [default_planning_s(n) for n in (1, 10, 100, 1000, 10_000, 100_000)]
+    assert seconds == sorted(seconds)
+    assert seconds[3] < 1
+    assert seconds[-1] < 10
 
 
 @pytest.mark.parametrize("memory", [3, 6, 12])
