@@ -777,6 +777,7 @@ class Intervals:
                     self.anchors.setdefault((o, t), []).append(u)
                 self._flip(u, t)
                 self.needs[o, t] += 1
+        self._bring_views(brings)
         self._count_bytes()
         self.dirty.update(self.runs)
         for u, touches in enumerate(self.touches):
@@ -788,6 +789,20 @@ class Intervals:
         self._settle_touches()
         self.settle()
         self.log.clear()
+
+    def _bring_views(self, brings: dict[tuple[int, int], list[int]]) -> None:
+        """A view that comes with what runs again is there for its readers in later stages."""
+        for (o, t), items in brings.items():
+            for u in dict.fromkeys(items):
+                root = self.root_of[u]
+                if root == u or t in self.counts[u]:
+                    continue
+                touches = self.touches[u]
+                before = touches[bisect_left(touches, t) - 1]
+                if self._made_between(root, before, t):
+                    self._add_count(u, t)
+                    self._add_count(root, t)
+                    self.anchors.setdefault((o, t), []).append(u)
 
     def _made(self, schedule: Schedule) -> list[tuple[int, int, list[int]]]:
         """Each recomputation: (stage, operator, tensors that it brings and that stay a while)."""
