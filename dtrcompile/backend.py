@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,13 +30,17 @@ from dtrcompile.passes.inductor import (
     InductorModel,
     device_of,
     is_planned,
+    measured_of,
     planned_config,
     schedule_of,
 )
 from dtrcompile.passes.pipeline import (
+    AMPLE,
+    Measured,
     MemoryModel,
     Outcome,
     RefereeModel,
+    Terms,
     constant_bytes,
     fit,
     placeholders,
@@ -111,18 +115,29 @@ class _Source:
         self.again = copied_module(gm)
         self.ambient = _Ambient.now()
 
-    def compile(self, assignment: Assignment) -> tuple[Callable[..., Any], Planned | None]:
-        """Compile for an assignment."""
-        session = _Session(self.options, self.graph, assignment)
-        compiler = _compile_eager if self.options.compiler == "eager" else _compile_inductor
+    def compile(
+        self, assignment: Assignment
+    ) -> tuple[Callable[..., Any], Callable[[], Planned | None]]:
+        """Compile for an assignment; gives the function, and what tells the ledger of it."""
+        if self.options.compiler == "eager":
+            session = _Session(self.options, self.graph, assignment)
+            return self._compile(_compile_eager, session), session.planned
+        session = _Session(self.options, self.graph, assignment, may_guess=self.options.verify)
+        function = self._compile(_compile_inductor, session)
+        if session.guessed_wrong():
+            session = _Session(self.options, self.graph, assignment)
+            function = self._compile(_compile_inductor, session)
+        return function, session.planned
+
+    def _compile(self, compiler: _Compiler, session: _Session) -> Callable[..., Any]:
         if self.first is not None:
             gm, example_inputs = self.first
             self.first = None
-            return compiler(gm, example_inputs, session), session.planned()
+            return compiler(gm, example_inputs, session)
         gm = copied_module(self.again)
         inputs = [n.meta.get("example_value") for n in placeholders(gm)]
         with self.ambient.restored(), tracing(self.context):
-            return compiler(gm, inputs, session), session.planned()
+            return compiler(gm, inputs, session)
 
 
 @dataclass(frozen=True)
@@ -157,24 +172,68 @@ class _Ambient:
 
 @dataclass
 class _Session:
-    """What one call of `dtr` knows, from the partitioner to the last graph compiled."""
+    """What one call of `dtr` knows, from the partitioner to the last graph compiled.
+
+    Attributes:
+        may_guess: at an ample budget the default split need not be measured before it is compiled.
+        capture_s: seconds spent on the capture.
+        is_over: what was compiled on a guess holds more than the budget.
+    """
 
     options: Options
     graph: int
     assignment: Assignment
+    may_guess: bool = False
+    capture_s: float = 0.0
     captured: Captured | None = None
     outcome: Outcome | None = None
     available_bytes: int | None = None
     graphs: list[fx.GraphModule] = field(default_factory=list)
     wrappers: list[Wrapper] = field(default_factory=list)
+    is_over: bool = False
+    _planned: tuple[Outcome, Planned] | None = None
 
     def planned(self) -> Planned | None:
         """For the ledger; None where there was nothing to plan."""
         if self.captured is None or self.outcome is None:
             return None
-        return Planned.of(self.captured, self.outcome, self.assignment, self.available_bytes)
+        if self._planned is None or self._planned[0] is not self.outcome:
+            planned = Planned.of(self.captured, self.outcome, self.assignment, self.available_bytes)
+            self._planned = (self.outcome, planned)
+        return self._planned[1]
+
+    def terms(self, baseline: Measured) -> Terms:
+        """What to keep to, where the default split holds ``baseline``."""
+        budget_bytes = self.options.resolve_budget_bytes(baseline.peak_bytes, self.available_bytes)
+        return self.assignment.terms(baseline, budget_bytes)
+
+    def learn(self, baseline: Measured, *, is_guess: bool) -> None:
+        """What was compiled on a guess is known now.
+
+        Args:
+            is_guess: backward's part of ``baseline`` still is.
+        """
+        assert self.outcome is not None
+        terms = self.terms(baseline)
+        assert terms.budget_bytes is not None
+        self.outcome = replace(
+            self.outcome,
+            rest=terms.rest,
+            baseline_measured=baseline,
+            budget_bytes=terms.budget_bytes,
+            is_guess=is_guess,
+        )
+        own_bytes = terms.budget_bytes - terms.rest.outside_bytes
+        self.is_over = baseline.peak_with(terms.rest) > own_bytes
+        _report(self)
+
+    def guessed_wrong(self) -> bool:
+        """Whether the budget was not as ample as it looked, or forward could not be looked at."""
+        outcome = self.outcome
+        return self.is_over or (outcome is not None and outcome.is_guess and not self.wrappers)
 
 
+_Compiler = Callable[[fx.GraphModule, Sequence[Any], _Session], Callable[..., Any]]
 _SESSION: ContextVar[_Session | None] = ContextVar("dtrcompile_session", default=None)
 
 
@@ -190,30 +249,29 @@ def _plan(
     options = session.options
     start = time.perf_counter()
     static = tuple(static_input_indices)
-    device = _device(forward)
     captured = capture(
         forward,
         backward,
         num_fwd_outputs=num_fwd_outputs,
         static_input_indices=static,
-        cost_model=make_cost_model(options.cost_model, device),
+        cost_model=make_cost_model(options.cost_model, _device(forward)),
     )
-    capture_s = time.perf_counter() - start
+    session.capture_s = time.perf_counter() - start
     planner = make_planner(options.planner, **options.planner_options())
     is_inductor = options.compiler == "inductor"
-    model: MemoryModel = InductorModel(static) if is_inductor else RefereeModel()
-    available = session.available_bytes = _available_bytes(captured)
-    outcome = fit(
+    model: MemoryModel = (
+        InductorModel(static, is_checked_later=session.may_guess) if is_inductor else RefereeModel()
+    )
+    session.captured, session.available_bytes = captured, _available_bytes(captured)
+    outcome = session.outcome = fit(
         captured,
         planner,
-        lambda baseline: session.assignment.terms(
-            baseline, options.resolve_budget_bytes(baseline.peak_bytes, available)
-        ),
+        session.terms,
         model,
+        is_whole_peak=options.is_whole_peak,
         always_emit=not is_inductor,
     )
-    session.captured, session.outcome = captured, outcome
-    _report(session, device, capture_s)
+    _report(session)
     return outcome
 
 
@@ -237,10 +295,11 @@ def _available_bytes(captured: Captured) -> int | None:
     return int(free_bytes + cached_bytes + held_bytes)
 
 
-def _report(session: _Session, device: torch.device, capture_s: float) -> None:
+def _report(session: _Session) -> None:
     captured, outcome, options = session.captured, session.outcome, session.options
     assert captured is not None and outcome is not None
     chosen = outcome.chosen
+    guess = "ample budget: peaks are estimates until backward has run" if outcome.is_guess else ""
     plan, _, stats = outcome.baseline
     measured = outcome.baseline_measured
     if chosen is not None:
@@ -250,7 +309,7 @@ def _report(session: _Session, device: torch.device, capture_s: float) -> None:
             graph=session.graph,
             kind="inference" if captured.backward is None else "training",
             compiler=options.compiler,
-            device=str(device),
+            device=str(_device(captured.forward)),
             budget=str(options.budget),
             budget_bytes=outcome.budget_bytes,
             baseline_peak_bytes=outcome.baseline_measured.peak_bytes,
@@ -262,10 +321,10 @@ def _report(session: _Session, device: torch.device, capture_s: float) -> None:
             operators=len(captured.program.operators),
             recomputed={captured.program.operators[o].name: n for o, n in stats.recomputed.items()},
             planner=plan.planner,
-            planning_s=capture_s + outcome.planning_s,
+            planning_s=session.capture_s + outcome.planning_s,
             lowering_s=outcome.lowering_s,
             outside_bytes=outcome.rest.outside_bytes,
-            notes=(session.assignment.note,) if session.assignment.note else (),
+            notes=tuple(note for note in (session.assignment.note, guess) if note),
         )
     )
 
@@ -392,7 +451,8 @@ def _check_final(
         session.graphs.clear()
     session.wrappers.append(wrapper)
     session.graphs.append(gm)
-    if captured.backward is not None and not is_backward:
+    backward_follows = captured.backward is not None and not is_backward
+    if backward_follows and not outcome.is_guess:
         return
     schedule = schedule_of(
         captured,
@@ -400,6 +460,21 @@ def _check_final(
         session.wrappers[0],
         (lambda _: session.wrappers[1]) if is_backward else None,
     )
+    if outcome.is_guess:
+        measured = measured_of(schedule)
+        if backward_follows:
+            measured = measured.with_backward(outcome.baseline_measured)
+        session.learn(measured, is_guess=backward_follows)
+        if is_backward and session.is_over:
+            guess = outcome.baseline[2].peak_bytes
+            raise VerificationError(
+                f"Inductor's final schedule holds {schedule.peak_bytes} bytes at"
+                f" {schedule.peak_label!r}, more than the budget. The budget looked ample beside an"
+                f" estimate of {guess} bytes, so nothing was planned: pass one below"
+                f" {AMPLE * guess} bytes, and the peak is measured before anything is compiled; and"
+                " please report the model."
+            )
+        return
     promised = outcome.measured.peak_bytes
     budget_bytes = outcome.budget_bytes
     if budget_bytes is not None:

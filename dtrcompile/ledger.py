@@ -161,7 +161,8 @@ def _parameter_gradient_bytes(captured: Captured) -> int:
     return sum(program.storages[s].size_bytes for s in storages if s is not None)
 
 
-Compile = Callable[[Assignment], tuple[Callable[..., Any], Planned | None]]
+# Gives the function, and what tells what is known of it: more when its backward was compiled too.
+Compile = Callable[[Assignment], tuple[Callable[..., Any], Callable[[], Planned | None]]]
 
 
 class SharedGraph:
@@ -172,8 +173,13 @@ class SharedGraph:
         self.compile_with = compile_with
         self.waiting: list[weakref.ref[Any]] = []
         assignment = ledger.first_assignment(more_follow)
-        self.function, self.planned = compile_with(assignment)
+        self.function, self.what_is_known = compile_with(assignment)
         ledger.add(self)
+
+    @property
+    def planned(self) -> Planned | None:
+        """What is known of the compiled graph; None where there was nothing to plan."""
+        return self.what_is_known()
 
     def __call__(self, *args: Any) -> Any:
         ledger = self.ledger
@@ -195,7 +201,7 @@ class SharedGraph:
         Raises:
             InfeasibleBudgetError: then the old code stays.
         """
-        self.function, self.planned = self.compile_with(assignment)
+        self.function, self.what_is_known = self.compile_with(assignment)
 
     def waiting_calls(self) -> int:
         """Calls whose backward is still to come."""
@@ -248,16 +254,6 @@ class Ledger:
         self.refusal: InfeasibleBudgetError | None = None
         self.is_partial = False  # the step being observed had begun before
 
-    @property
-    def is_whole_peak(self) -> bool:
-        """Whether the budget is what the step holds without one, less no reserve."""
-        budget, reserve = self.options.budget, self.options.reserve
-        return (
-            budget.kind is BudgetKind.SHARE
-            and budget.share == 1
-            and not (reserve.share or reserve.size_bytes)
-        )
-
     # While the first step runs
 
     def first_assignment(self, more_follow: bool) -> Assignment:
@@ -271,7 +267,7 @@ class Ledger:
                 outside += n * planned.chosen.kept_bytes + planned.chosen.constant_bytes
                 waiting += n
         budget = self.options.budget
-        if self.is_whole_peak:
+        if self.options.is_whole_peak:
             return Assignment()  # the whole peak of the step: every graph may have its own
         if budget.kind is BudgetKind.SHARE and (waiting or more_follow):
             note = "one of several graphs of the step: as small as can be until all are known"
@@ -334,7 +330,7 @@ class Ledger:
         was_guessed = any(
             (a := _of(g).assignment).more_follow or a.is_share_of_unknown for g in graphs
         )
-        if self.is_whole_peak or is_inference or (len(sequence) < 2 and not was_guessed):
+        if self.options.is_whole_peak or is_inference or (len(sequence) < 2 and not was_guessed):
             return
         step = _Step(
             graphs, [graphs.index(g) for g in sequence], _external_bytes(calls), self.options

@@ -324,6 +324,16 @@ class Options:
         return budget_bytes - reserve_bytes
 
     @property
+    def is_whole_peak(self) -> bool:
+        """Whether the budget is what is held without one, less no reserve."""
+        budget, reserve = self.budget, self.reserve
+        return (
+            budget.kind is BudgetKind.SHARE
+            and budget.share == 1
+            and not (reserve.share or reserve.size_bytes)
+        )
+
+    @property
     def inductor_mode(self) -> str | None:
         """Inductor's mode, None where none was given."""
         return dict(self.inductor).get("mode")

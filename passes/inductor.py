@@ -15,12 +15,19 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.capture import Captured, output_arguments
 from dtrcompile.passes.emit import Emitted, lower_frees
 from dtrcompile.passes.fusion import keep_plan_order
 from dtrcompile.passes.nodes import hint
-from dtrcompile.passes.pipeline import Measured, MemoryModel, constant_bytes, placeholders
+from dtrcompile.passes.pipeline import (
+    Measured,
+    MemoryModel,
+    RefereeModel,
+    constant_bytes,
+    placeholders,
+)
 from dtrcompile.passes.program import StorageKind
 from dtrcompile.passes.replay import PlanStats
 from dtrcompile.passes.schedule import Resident, Schedule, Wrapper, lower, replay_schedule
@@ -83,6 +90,31 @@ def schedule_of(
     )
 
 
+def measured_of(schedule: Schedule) -> Measured:
+    """A schedule as the pipeline sees it."""
+    return Measured(
+        schedule.peak_bytes,
+        schedule.peak_label,
+        schedule.split,
+        schedule.forward_peak_bytes,
+        schedule.backward_peak_bytes,
+        schedule.boundary_bytes,
+        schedule.saved_bytes,
+        schedule.step_bytes,
+    )
+
+
+def _is_symbolic(captured: Captured) -> bool:
+    """Whether a size, or a number that the graph computes with, is known only at run time."""
+    graphs = [g for g in (captured.forward, captured.backward) if g is not None]
+    return any(
+        isinstance(value, torch.types.py_sym_types)
+        for graph in graphs
+        for node in graph.graph.nodes
+        for value in pytree.tree_leaves(node.meta.get("val"))
+    )
+
+
 def device_of(captured: Captured) -> torch.device:
     """The device that the graphs compute on: the first accelerator among their values, else CPU."""
     found = torch.device("cpu")
@@ -99,9 +131,17 @@ class InductorModel(MemoryModel):
 
     Attributes:
         static_input_indices: which forward inputs are parameters and buffers.
+        is_checked_later: what is compiled will be measured, so that a guess may do until then.
     """
 
     static_input_indices: tuple[int, ...]
+    is_checked_later: bool = False
+
+    def guess(self, captured: Captured, stats: PlanStats) -> Measured | None:
+        # With symbolic sizes backward may be compiled only when it is called.
+        if not self.is_checked_later or _is_symbolic(captured):
+            return None
+        return RefereeModel().measure(captured, None, stats)
 
     def measure(
         self,
@@ -121,16 +161,7 @@ class InductorModel(MemoryModel):
                 graphs.append(emitted.backward)
             with planned_config():
                 schedule = self._schedule(captured, graphs)
-        return Measured(
-            schedule.peak_bytes,
-            schedule.peak_label,
-            schedule.split,
-            schedule.forward_peak_bytes,
-            schedule.backward_peak_bytes,
-            schedule.boundary_bytes,
-            schedule.saved_bytes,
-            schedule.step_bytes,
-        )
+        return measured_of(schedule)
 
     def _schedule(self, captured: Captured, graphs: Sequence[fx.GraphModule]) -> Schedule:
         is_inference = captured.backward is None

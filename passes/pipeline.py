@@ -39,6 +39,8 @@ _MOST_LESSONS = 2
 NOTHING: Mapping[int, int] = MappingProxyType({})
 # A plan that uses less than this share of the budget is worth another, looser one.
 _GOOD_FILL = 0.97
+# A budget so many times a guess is ample; schedules of default splits hold 0.6 to 1.3 of theirs.
+AMPLE = 2
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,17 @@ class Measured:
         """As `GraphBytes.peak_with`."""
         return self.graph_bytes(0, 0).peak_with(rest)
 
+    def with_backward(self, other: Measured) -> Measured:
+        """What is known of forward, and backward as in ``other``."""
+        if other.backward_peak_bytes <= self.forward_peak_bytes:
+            return replace(self, backward_peak_bytes=other.backward_peak_bytes)
+        return replace(
+            other,
+            forward_peak_bytes=self.forward_peak_bytes,
+            boundary_bytes=self.boundary_bytes,
+            saved_bytes=self.saved_bytes,
+        )
+
     def graph_bytes(self, constant_bytes: int, gradient_bytes: int) -> GraphBytes:
         """For the account of a step of several graphs."""
         return GraphBytes(
@@ -86,6 +99,14 @@ class MemoryModel(ABC):
     @abstractmethod
     def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
         """Measure a plan's graphs, or, where ``emitted`` is None, the default split's."""
+
+    def guess(self, captured: Captured, stats: PlanStats) -> Measured | None:  # noqa: ARG002
+        """What the default split holds, roughly and at once; None: it has to be measured.
+
+        For budgets so large that measuring would tell nothing new.  Only where what was compiled
+        is looked at afterwards, so that the guess does not stay the promise.
+        """
+        return None
 
 
 class RefereeModel(MemoryModel):
@@ -138,6 +159,7 @@ class Outcome:
         baseline_measured: what the default split holds.
         budget_bytes: the resolved budget; None for the smallest.
         planning_s, lowering_s: seconds spent planning and measuring.
+        is_guess: ``baseline_measured`` is; what is compiled must be held to the budget.
     """
 
     rest: Rest
@@ -147,6 +169,7 @@ class Outcome:
     budget_bytes: int | None
     planning_s: float
     lowering_s: float
+    is_guess: bool = False
 
     @property
     def measured(self) -> Measured:
@@ -168,6 +191,13 @@ class Terms:
     rest: Rest = ALONE
     limit_bytes: int | None = None
 
+    def are_ample(self, guessed: Measured) -> bool:
+        """Whether a guess is so far below the budget that the default split will fit."""
+        if self.budget_bytes is None:
+            return False
+        own_bytes = self.budget_bytes - self.rest.outside_bytes
+        return AMPLE * guessed.peak_with(self.rest) <= own_bytes
+
 
 def fit(
     captured: Captured,
@@ -175,18 +205,20 @@ def fit(
     terms: Callable[[Measured], Terms],
     model: MemoryModel,
     *,
+    is_whole_peak: bool = False,
     always_emit: bool = False,
 ) -> Outcome:
     """Find the cheapest graphs that stay within the budget.
 
     Args:
         terms: what the default split holds -> what to keep to.
+        is_whole_peak: the budget is what the default split holds, whatever that is.
         always_emit: emit the baseline too, where it fits (the eager executor runs nothing else).
 
     Raises:
         InfeasibleBudgetError: naming the smallest budget that can be met.
     """
-    return _Fit(captured, planner, model).run(terms, always_emit)
+    return _Fit(captured, planner, model).run(terms, is_whole_peak, always_emit)
 
 
 class _Fit:
@@ -204,9 +236,20 @@ class _Fit:
         self.lowering_s = 0.0
         self.candidates: dict[Plan, Candidate] = {}
 
-    def run(self, terms: Callable[[Measured], Terms], always_emit: bool) -> Outcome:
+    def run(
+        self, terms: Callable[[Measured], Terms], is_whole_peak: bool, always_emit: bool
+    ) -> Outcome:
         plan = keep_all(self.program)
         timeline, stats = replay(self.program, plan)
+        guessed = None if always_emit else self.model.guess(self.captured, stats)
+        if guessed is not None:
+            agreed = terms(guessed)
+            if is_whole_peak or agreed.are_ample(guessed):
+                log.debug("baseline: about %s, not measured", format_bytes(guessed.peak_bytes))
+                split = (plan, timeline, stats)
+                return Outcome(
+                    agreed.rest, None, split, guessed, agreed.budget_bytes, 0.0, 0.0, is_guess=True
+                )
         start = time.perf_counter()
         measured = self.model.measure(self.captured, None, stats)
         self.lowering_s += time.perf_counter() - start

@@ -21,7 +21,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 import dtrcompile
-from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
+from dtrcompile.passes.inductor import InductorModel
+from dtrcompile.passes.pipeline import Measured
 from tests.integration.helpers import (
     Observed,
     assert_bitwise,
@@ -217,6 +219,49 @@ def test_an_ample_budget_gives_the_code_of_torch_compile() -> None:
         (report,) = dtrcompile.reports()
         assert report.recomputed_runs == 0
         assert report.overhead == 1.0
+        # Compiled once, and the promise is what that holds.
+        assert report.lowering_s == 0
+        module.zero_grad(set_to_none=True)
+        run = functools.partial(compiled, ids, targets)
+        peak_bytes = live_peak_bytes(lambda run=run: run().backward())
+        peak_bytes += static_bytes(module, ids, targets)
+        assert 0 <= report.promised_peak_bytes - peak_bytes <= 8
+
+
+def test_a_budget_that_only_looked_ample_is_kept_or_refused() -> None:
+    expected = plain_dropped()["gradients"]
+    module, x = dropped_and_batch()
+    torch._dynamo.reset()
+    step_of(compile_dtr(module, 1.0, compiler="inductor"), module, x)
+    (report,) = dtrcompile.reports()
+    peak_bytes = report.promised_peak_bytes
+
+    def guess_low(self: InductorModel, *_: object) -> Measured | None:
+        return Measured(1, "", {}, 1, 1, 1, 1) if self.is_checked_later else None
+
+    # Forward fits: seen when backward is compiled, before it runs.
+    torch._dynamo.reset()
+    compiled = compile_dtr(module, peak_bytes - 1, compiler="inductor")
+    with (
+        mock.patch.object(InductorModel, "guess", guess_low),
+        pytest.raises(VerificationError, match="pass one below"),
+    ):
+        step_of(compiled, module, x)
+
+    # Forward does not fit: planned after all.
+    budget_bytes = peak_bytes * 3 // 4
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
+    compiled = compile_dtr(module, budget_bytes, compiler="inductor")
+    with mock.patch.object(InductorModel, "guess", guess_low):
+        observed = step_of(compiled, module, x)
+    assert relative_error(observed["gradients"], expected) <= SAME
+    (report,) = dtrcompile.reports()
+    assert report.recomputed_runs > 0
+    assert report.promised_peak_bytes <= budget_bytes
+    module.zero_grad(set_to_none=True)
+    peak_bytes = live_peak_bytes(lambda: compiled(x).backward())
+    assert peak_bytes + static_bytes(module, x) <= budget_bytes
 
 
 def test_an_ample_budget_for_inference_gives_the_code_of_torch_compile() -> None:
