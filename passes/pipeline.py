@@ -36,6 +36,10 @@ log = logging.getLogger("dtrcompile")
 _MOST_ROUNDS = 4
 # Plans at the minimum that learn from the one before.
 _MOST_LESSONS = 2
+# Then plans for so much less than the smallest found, while they are smaller indeed.
+_MOST_SQUEEZES = 3
+_ROUNDS_A_SQUEEZE = 4
+_SQUEEZE = 64
 NOTHING: Mapping[int, int] = MappingProxyType({})
 # A plan that uses less than this share of the budget is worth another, looser one.
 _GOOD_FILL = 0.97
@@ -306,10 +310,10 @@ class _Fit:
             measured = self.model.measure(self.captured, emitted, stats)
             self.lowering_s += time.perf_counter() - start
             log.debug(
-                "plan %s: planned %s, measured %s, overhead %.3f",
+                "plan %s: planned %d bytes, measured %d, overhead %.3f",
                 plan.planner,
-                format_bytes(stats.peak_bytes),
-                format_bytes(measured.peak_bytes),
+                stats.peak_bytes,
+                measured.peak_bytes,
                 stats.overhead,
             )
             self.candidates[plan] = Candidate(plan, timeline, stats, emitted, measured)
@@ -348,26 +352,58 @@ class _Fit:
     def cheapest_within(
         self, budget_bytes: int, baseline_planned_bytes: int, baseline_bytes: int
     ) -> Candidate:
-        """The least compute whose measured peak is within the budget."""
+        """The least compute whose measured peak is within the budget.
+
+        Raises:
+            InfeasibleBudgetError: if there is none.
+        """
         # Where the compiler's baseline lies above the referee's, its plans are likely to as well.
         # (Where it lies below, by in-place updates at the peak, plans rarely keep the gain.)
         target = budget_bytes * baseline_planned_bytes // max(baseline_bytes, 1)
         target = min(target, budget_bytes, baseline_planned_bytes - 1)
+        best = self.search(budget_bytes, target, baseline_planned_bytes, _MOST_ROUNDS)
+        if best is not None:
+            return best
+        smallest = self.smallest()
+        if self.peak(smallest) > budget_bytes:
+            # The compiler can make more of every plan than of the default split.
+            minimum_bytes = min(self.peak(smallest), self.baseline_bytes)
+            raise self.infeasible(budget_bytes, smallest, minimum_bytes)
+        return min(
+            (c for c in self.candidates.values() if self.peak(c) <= budget_bytes),
+            key=lambda c: c.stats.cost_ns,
+        )
+
+    def search(self, budget_bytes: int, target: int, high: int, rounds: int) -> Candidate | None:
+        """The cheapest plan found whose measured peak is within the budget.
+
+        Args:
+            target: what the first plan is made for.
+            high: a target known not to fit.
+            rounds: plans at most.
+        """
         best: Candidate | None = None
         known: dict[int, int] = {}
-        low, high = 0, baseline_planned_bytes  # targets known to fit, known not to
-        for _ in range(_MOST_ROUNDS):
+        taught: set[Plan] = set()
+        low = 0  # a target known to fit, or to be too small for the planner
+        for _ in range(rounds):
             candidate = self.plan_for(target, known)
             if candidate is None and known:
                 known.clear()  # what was learned of one plan need not hold for another
                 candidate = self.plan_for(target)
             if candidate is None:
-                break
-            peak = self.peak(candidate)
-            if peak > budget_bytes and self.learn(candidate, known):
-                # The planner can keep to the budget itself, where it knows what operators hold.
-                target = budget_bytes
+                if not taught:
+                    break
+                low = max(low, target)
+                target = (low + high) // 2
                 continue
+            peak = self.peak(candidate)
+            if peak > budget_bytes and candidate.plan not in taught:
+                taught.add(candidate.plan)
+                if self.learn(candidate, known):
+                    # The planner can keep to the budget itself, where it knows what operators hold.
+                    target = budget_bytes
+                    continue
             if peak <= budget_bytes:
                 low = max(low, target)
                 if best is None or candidate.stats.cost_ns < best.stats.cost_ns:
@@ -382,17 +418,7 @@ class _Fit:
                 target = (low + high) // 2 if low else high + step - budget_bytes // 64
             if target <= 0 or high - low < budget_bytes // 128:
                 break
-        if best is not None:
-            return best
-        smallest = self.smallest()
-        if self.peak(smallest) > budget_bytes:
-            # The compiler can make more of every plan than of the default split.
-            minimum_bytes = min(self.peak(smallest), self.baseline_bytes)
-            raise self.infeasible(budget_bytes, smallest, minimum_bytes)
-        return min(
-            (c for c in self.candidates.values() if self.peak(c) <= budget_bytes),
-            key=lambda c: c.stats.cost_ns,
-        )
+        return best
 
     def smallest(self) -> Candidate:
         """The smallest measured peak among plans at and a little above the planner's minimum.
@@ -410,7 +436,20 @@ class _Fit:
             planned_bytes = self.planned_peak(tried[0], NOTHING)
             looser = [self.plan_for(planned_bytes * percent // 100) for percent in (104, 112)]
             tried += [candidate for candidate in looser if candidate is not None]
-        return min(tried, key=lambda c: (self.peak(c), c.stats.cost_ns))
+
+        def rank(candidate: Candidate) -> tuple[int, int]:
+            return self.peak(candidate), candidate.stats.cost_ns
+
+        best = min(tried, key=rank)
+        # The planner's smallest need not be the schedule's: a plan for a little less than what was
+        # measured, made for its cost, may lose nothing on the way.
+        for _ in range(_MOST_SQUEEZES):
+            less = self.peak(best) * (_SQUEEZE - 1) // _SQUEEZE
+            smaller = self.search(less, less, self.peak(best), _ROUNDS_A_SQUEEZE)
+            if smaller is None:
+                break
+            best = smaller
+        return best
 
     def planned_peak(self, candidate: Candidate, known: Mapping[int, int]) -> int:
         """What the referee, who knows the residuals, says that counts against the budget."""

@@ -15,7 +15,11 @@ from dtrcompile.passes import pipeline
 from dtrcompile.passes.capture import Captured, capture
 from dtrcompile.passes.costs import make_cost_model
 from dtrcompile.passes.emit import Emitted, emit, free
-from dtrcompile.passes.errors import UnsupportedPlanError, VerificationError
+from dtrcompile.passes.errors import (
+    InfeasibleBudgetError,
+    UnsupportedPlanError,
+    VerificationError,
+)
 from dtrcompile.passes.host_link import HostLink
 from dtrcompile.passes.pipeline import Measured, MemoryModel, RefereeModel, Terms, fit
 from dtrcompile.passes.plan import Offload, Plan
@@ -301,6 +305,34 @@ def test_what_the_schedule_holds_at_an_operator_is_learned(
     assert outcome.measured.peak_bytes <= budget_bytes
     # The plan alone would hold less where the operator is none of the peak's.
     assert outcome.measured.peak_bytes >= outcome.chosen.stats.peak_bytes
+
+
+class ExtraWhenOdd(RefereeModel):
+    """A compiler that loses a twentieth on plans with an odd number of recomputations."""
+
+    def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
+        measured = super().measure(captured, emitted, stats)
+        factor = 1.05 if sum(stats.recomputed.values()) % 2 else 1.0
+        return replace(
+            measured,
+            peak_bytes=int(measured.peak_bytes * factor),
+            forward_peak_bytes=int(measured.forward_peak_bytes * factor),
+            backward_peak_bytes=int(measured.backward_peak_bytes * factor),
+        )
+
+
+def test_a_little_less_than_the_smallest_is_refused() -> None:
+    captured = captured_of(MLP(10), torch.randn(64, 16))
+    planner, model = make_planner("auto"), ExtraWhenOdd()
+    smallest = fit(captured, planner, lambda _: Terms(None), model)
+    assert smallest.chosen is not None
+    peak_bytes = smallest.measured.peak_bytes
+    assert fit(captured, planner, lambda _: Terms(peak_bytes), model).measured.peak_bytes <= (
+        peak_bytes
+    )
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        fit(captured, planner, lambda _: Terms(peak_bytes * 63 // 64), model)
+    assert caught.value.minimum_bytes == peak_bytes
 
 
 def test_a_plan_with_copies_is_refused_wherever_it_would_be_compiled() -> None:
