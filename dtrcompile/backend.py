@@ -213,18 +213,17 @@ class _Session:
         Args:
             is_guess: backward's part of ``baseline`` still is.
         """
-        assert self.outcome is not None
-        terms = self.terms(baseline)
-        assert terms.budget_bytes is not None
+        assert self.outcome is not None and self.outcome.budget_bytes is not None
+        rest, budget_bytes = self.outcome.rest, self.outcome.budget_bytes
+        if self.options.is_whole_peak:
+            budget_bytes = baseline.peak_bytes
         self.outcome = replace(
             self.outcome,
-            rest=terms.rest,
             baseline_measured=baseline,
-            budget_bytes=terms.budget_bytes,
+            budget_bytes=budget_bytes,
             is_guess=is_guess,
         )
-        own_bytes = terms.budget_bytes - terms.rest.outside_bytes
-        self.is_over = baseline.peak_with(terms.rest) > own_bytes
+        self.is_over = baseline.peak_with(rest) > budget_bytes - rest.outside_bytes
         _report(self)
 
     def guessed_wrong(self) -> bool:

@@ -36,9 +36,9 @@ log = logging.getLogger("dtrcompile")
 _MOST_ROUNDS = 4
 # Plans at the minimum that learn from the one before.
 _MOST_LESSONS = 2
-# Then plans for so much less than the smallest found, while they are smaller indeed.
-_MOST_SQUEEZES = 3
-_ROUNDS_A_SQUEEZE = 4
+# Then plans for so much less than the smallest found, while they are smaller indeed; each is a
+# lowering.
+_MOST_SQUEEZED = 5
 _SQUEEZE = 64
 NOTHING: Mapping[int, int] = MappingProxyType({})
 # A plan that uses less than this share of the budget is worth another, looser one.
@@ -443,9 +443,11 @@ class _Fit:
         best = min(tried, key=rank)
         # The planner's smallest need not be the schedule's: a plan for a little less than what was
         # measured, made for its cost, may lose nothing on the way.
-        for _ in range(_MOST_SQUEEZES):
+        most = len(self.candidates) + _MOST_SQUEEZED
+        while len(self.candidates) < most:
             less = self.peak(best) * (_SQUEEZE - 1) // _SQUEEZE
-            smaller = self.search(less, less, self.peak(best), _ROUNDS_A_SQUEEZE)
+            rounds = min(_MOST_ROUNDS, most - len(self.candidates))
+            smaller = self.search(less, less, self.peak(best), rounds)
             if smaller is None:
                 break
             best = smaller
