@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import MappingProxyType
 
 from torch import fx
@@ -36,9 +37,8 @@ log = logging.getLogger("dtrcompile")
 _MOST_ROUNDS = 4
 # Plans at the minimum that learn from the one before.
 _MOST_LESSONS = 2
-# Then plans for so much less than the smallest found, while they are smaller indeed; each is a
-# lowering.
-_MOST_SQUEEZED = 5
+# Then plans for a little less than the smallest found, so many in all.
+_MOST_SQUEEZED = 6
 _SQUEEZE = 64
 NOTHING: Mapping[int, int] = MappingProxyType({})
 # A plan that uses less than this share of the budget is worth another, looser one.
@@ -239,6 +239,7 @@ class _Fit:
         self.planning_s = 0.0
         self.lowering_s = 0.0
         self.candidates: dict[Plan, Candidate] = {}
+        self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Candidate | None] = {}
 
     def run(
         self, terms: Callable[[Measured], Terms], is_whole_peak: bool, always_emit: bool
@@ -325,7 +326,12 @@ class _Fit:
         Args:
             known: residuals of operators.
         """
-        return self.plan_with(lambda program: self.planner.plan(program, target_bytes), known)
+        question = (target_bytes, tuple(sorted(known.items())))
+        if question not in self.answers:
+            self.answers[question] = self.plan_with(
+                lambda program: self.planner.plan(program, target_bytes), known
+            )
+        return self.answers[question]
 
     def plan_with(
         self, planner: Callable[[Program], Plan], known: Mapping[int, int]
@@ -361,7 +367,7 @@ class _Fit:
         # (Where it lies below, by in-place updates at the peak, plans rarely keep the gain.)
         target = budget_bytes * baseline_planned_bytes // max(baseline_bytes, 1)
         target = min(target, budget_bytes, baseline_planned_bytes - 1)
-        best = self.search(budget_bytes, target, baseline_planned_bytes, _MOST_ROUNDS)
+        best = self.search(budget_bytes, target, baseline_planned_bytes, range(_MOST_ROUNDS))
         if best is not None:
             return best
         smallest = self.smallest()
@@ -374,19 +380,21 @@ class _Fit:
             key=lambda c: c.stats.cost_ns,
         )
 
-    def search(self, budget_bytes: int, target: int, high: int, rounds: int) -> Candidate | None:
+    def search(
+        self, budget_bytes: int, target: int, high: int, rounds: Iterable[int]
+    ) -> Candidate | None:
         """The cheapest plan found whose measured peak is within the budget.
 
         Args:
             target: what the first plan is made for.
             high: a target known not to fit.
-            rounds: plans at most.
+            rounds: one for each plan that may be made.
         """
         best: Candidate | None = None
         known: dict[int, int] = {}
         taught: set[Plan] = set()
         low = 0  # a target known to fit, or to be too small for the planner
-        for _ in range(rounds):
+        for _ in rounds:
             candidate = self.plan_for(target, known)
             if candidate is None and known:
                 known.clear()  # what was learned of one plan need not hold for another
@@ -443,15 +451,13 @@ class _Fit:
         best = min(tried, key=rank)
         # The planner's smallest need not be the schedule's: a plan for a little less than what was
         # measured, made for its cost, may lose nothing on the way.
-        most = len(self.candidates) + _MOST_SQUEEZED
-        while len(self.candidates) < most:
+        rounds = iter(range(_MOST_SQUEEZED))
+        while True:
             less = self.peak(best) * (_SQUEEZE - 1) // _SQUEEZE
-            rounds = min(_MOST_ROUNDS, most - len(self.candidates))
-            smaller = self.search(less, less, self.peak(best), rounds)
+            smaller = self.search(less, less, self.peak(best), islice(rounds, _MOST_ROUNDS))
             if smaller is None:
-                break
+                return best
             best = smaller
-        return best
 
     def planned_peak(self, candidate: Candidate, known: Mapping[int, int]) -> int:
         """What the referee, who knows the residuals, says that counts against the budget."""
