@@ -21,6 +21,7 @@ from torch import fx
 from dtrcompile.passes.emit import free
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.nodes import Role, extent_bytes, hint, is_sequence, role
+from dtrcompile.passes.workspaces import without_unasked
 
 prims = torch.ops.prims
 
@@ -218,7 +219,7 @@ class EagerExecutor:
         function = _OWN_KERNELS.get(node.target, node.target)
         assert callable(function)
         with torch.no_grad():
-            return function(*args, **kwargs)  # type: ignore[misc]
+            return without_unasked(function(*args, **kwargs), node.meta.get("val"))  # type: ignore[misc]
 
     def _count(
         self, owners: Mapping[fx.Node, torch.Tensor], tuples: Mapping[fx.Node, object]

@@ -354,8 +354,8 @@ class _Counting(TorchDispatchMode):
         self.lines = lines
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        workspace = workspace_bytes(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
+        workspace = workspace_bytes(func, args, kwargs or {}, result)
         for t in pytree.tree_leaves(result):
             if not isinstance(t, torch.Tensor) or t.layout is not torch.strided:
                 continue

@@ -44,8 +44,16 @@ _EXACT = frozenset(
 )
 
 
-def workspace_bytes(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
-    """Bytes that ``func`` holds only while it runs on (fake) arguments of this form."""
+def workspace_bytes(
+    func: object, args: Sequence[object], kwargs: Mapping[str, object], result: object
+) -> int:
+    """Bytes that ``func`` holds only while it runs on (fake) arguments of this form.
+
+    Args:
+        result: what the fake kernel returned.  Where that is None and the real kernel returns a
+            tensor all the same (a convolution's weight gradient, which on a CPU comes with the
+            bias's), nobody will count it, so it is part of the workspace.
+    """
     if not isinstance(func, OpOverload) or not _is_measurable(func):
         return 0
     signature = (
@@ -55,7 +63,7 @@ def workspace_bytes(func: object, args: Sequence[object], kwargs: Mapping[str, o
     key = repr(signature)
     with _LOCK:
         if key not in _CACHE:
-            _CACHE[key] = _measure(func, args, kwargs)
+            _CACHE[key] = _measure(func, args, kwargs, result)
         return _CACHE[key]
 
 
@@ -85,7 +93,21 @@ def _real(leaf: object) -> object:
     return tensor.set_(storage, 0, leaf.shape, leaf.stride())
 
 
-def _measure(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+def without_unasked(result: object, traced: object) -> object:
+    """A kernel's results without those that its trace says are None."""
+    if (
+        isinstance(result, (tuple, list))
+        and isinstance(traced, (tuple, list))
+        and len(result) == len(traced)
+        and any(t is None for t in traced)
+    ):
+        return tuple(None if t is None else r for r, t in zip(result, traced, strict=True))
+    return result
+
+
+def _measure(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], traced: object
+) -> int:
     # A profile that the user is taking cannot be interrupted by ours.
     if torch.autograd.profiler._is_profiler_enabled:
         return _bound(args)
@@ -94,7 +116,7 @@ def _measure(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obje
             real_args, real_kwargs = pytree.tree_map(_real, (tuple(args), dict(kwargs)))
 
             def call() -> Any:
-                return func(*real_args, **real_kwargs)
+                return without_unasked(func(*real_args, **real_kwargs), traced)
 
             call()  # the first call may set up what later ones reuse
             devices = {leaf.device for leaf in pytree.tree_leaves(args) if _is_tensor(leaf)}

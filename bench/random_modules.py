@@ -1,0 +1,93 @@
+"""Do a thousand random modules train alike at any budget?
+
+Each module (`tests.property.random_modules`) takes two steps with plain PyTorch, unbudgeted and at
+a random budget on the executor that counts bytes: counted bytes as predicted at every step,
+results, gradients and buffers bitwise those of the unbudgeted run, and near plain PyTorch's where
+nothing is drawn.  Every so many, one runs under Inductor as well: gradients those of plain
+``torch.compile``, and the allocator within the promise.  A failure is one seed to repeat, and the
+fewest moves at which it still fails.
+
+    python -m bench.random_modules --count 1000 [--seed 0] [--inductor-every 50] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import logging
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from bench.measure import say
+from tests.property.random_modules import MOST_MOVES, Case, check, check_inductor
+
+_BUDGETS = ("min", "min", "20%", "30%", "50%", "70%", "90%")
+
+
+def fewest_moves(seed: int, failing: Callable[[Case], object]) -> int:
+    """How much of a failing module is needed to fail."""
+    for moves in range(1, MOST_MOVES):
+        try:
+            failing(Case(lambda: random.Random(seed).randint, moves))
+        except Exception:
+            return moves
+    return MOST_MOVES
+
+
+def main() -> int:
+    """Command line; exits with 1 if anything was found."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--count", type=int, default=1000, help="modules to check")
+    parser.add_argument("--seed", type=int, default=0, help="of the first; then one more each")
+    parser.add_argument(
+        "--inductor-every", type=int, default=50, help="one of so many under Inductor; 0: none"
+    )
+    parser.add_argument("--quick", action="store_true", help="six modules, none under Inductor")
+    arguments = parser.parse_args()
+    count = 6 if arguments.quick else arguments.count
+    every = 0 if arguments.quick else arguments.inductor_every
+    logging.getLogger("dtrcompile").setLevel(logging.ERROR)
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    torch.set_num_threads(1)  # several add an embedding's gradients in any order
+    seen: collections.Counter[str] = collections.Counter()
+    failed: list[str] = []
+    start = time.perf_counter()
+
+    def attempt(seed: int, what: str, run: Callable[[Case], object]) -> None:
+        try:
+            word = run(Case(lambda: random.Random(seed).randint))
+            seen[str(word or what)] += 1
+        except Exception:  # any exception is a finding, to be printed and counted
+            moves = fewest_moves(seed, run)
+            failed.append(f"{seed} ({what}, {moves} moves)")
+            print(f"\nseed {seed}, {what}, {moves} moves:", flush=True)
+            traceback.print_exc(limit=-3, file=sys.stdout)
+
+    for done in range(count):
+        seed = arguments.seed + done
+        budget = _BUDGETS[random.Random(f"budget of {seed}").randrange(len(_BUDGETS))]
+        attempt(seed, budget, lambda case, budget=budget: check(case, budget))
+        if every and done % every == 0:
+            attempt(
+                seed,
+                f"Inductor {budget}",
+                lambda case, budget=budget: check_inductor(case, budget),
+            )
+        if (done + 1) % 25 == 0:
+            elapsed_s = time.perf_counter() - start
+            say(f"{done + 1}/{count} modules, {len(failed)} failed, {elapsed_s:.0f} s")
+    print(
+        f"{count} modules, {len(failed)} failed, {time.perf_counter() - start:.0f} s;"
+        f" {dict(sorted(seen.items()))}; seeds: {', '.join(failed) or 'none'}"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
