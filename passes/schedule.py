@@ -16,6 +16,7 @@ import contextlib
 import functools
 import gc
 import hashlib
+import re
 import sys
 import threading
 from collections import OrderedDict
@@ -365,6 +366,17 @@ class _Counting(TorchDispatchMode):
             self.ledger.use(workspace, self._line())
         return result
 
+    def use_workspace(
+        self, name: str, args: Sequence[object], kwargs: Mapping[str, object], out: object
+    ) -> None:
+        """Count what a library call holds beside its arguments; ``out`` is one of them."""
+        func = getattr(getattr(torch.ops.aten, name, None), "default", None)
+        workspace = workspace_bytes(func, args, kwargs, out)
+        if workspace:
+            line = self._line()
+            buffer = _OUT.search(line)
+            self.ledger.use(workspace, f"{buffer[1]} = {line}" if buffer else line)
+
     def _line(self) -> str:
         """The line of the wrapper that is being run."""
         frame: FrameType | None = sys._getframe(1)
@@ -433,7 +445,7 @@ def run_wrapper(
         and t.layout is torch.strided
         and t.untyped_storage()._cdata not in ledger.live
     ]
-    held = _keys(outside)
+    counting = _Counting(ledger, _keys(outside), source.splitlines())
     ledger.steps = wrapper.steps
     try:
         with torch.no_grad():
@@ -445,8 +457,8 @@ def run_wrapper(
                 namespace[f"empty_strided_{device}"] = empty(device)
             namespace["reinterpret_tensor"] = reinterpret
             namespace["assert_size_stride"] = namespace["assert_alignment"] = _Kernel()
-            namespace["extern_kernels"] = _ExternKernels()
-            with mode, _Counting(ledger, held, source.splitlines()):
+            namespace["extern_kernels"] = _ExternKernels(counting)
+            with mode, counting:
                 outputs = namespace["call"](inputs)
     except Exception as error:
         raise VerificationError(
@@ -456,8 +468,16 @@ def run_wrapper(
     return list(outputs)
 
 
+# Library calls whose operator has another name.
+_ATEN = {"bias_addmm": "addmm"}
+_OUT = re.compile(r"\bout=(?:reinterpret_tensor\()?(\w+)")
+
+
 class _ExternKernels:
-    """Inductor's library calls: with ``out=`` nothing is allocated, else the operator's outputs."""
+    """Inductor's library calls: with ``out=`` they allocate workspace alone."""
+
+    def __init__(self, counting: _Counting) -> None:
+        self.counting = counting
 
     def __getattr__(self, name: str) -> Any:
         from torch._inductor.select_algorithm import extern_kernels
@@ -465,9 +485,11 @@ class _ExternKernels:
         real = getattr(extern_kernels, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if "out" in kwargs:
-                return kwargs["out"]
-            return real(*args, **kwargs)
+            if "out" not in kwargs:
+                return real(*args, **kwargs)
+            out = kwargs.pop("out")
+            self.counting.use_workspace(_ATEN.get(name, name), args, kwargs, out)
+            return out
 
         return call
 

@@ -36,12 +36,10 @@ _EXACT = frozenset(
         "aten::zeros",
         "aten::detach",
         "aten::alias",
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
     }
 )
+# These too, but for low precision on a CPU, where oneDNN makes copies in a layout of its own.
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
 
 def workspace_bytes(
@@ -54,7 +52,7 @@ def workspace_bytes(
             tensor all the same (a convolution's weight gradient, which on a CPU comes with the
             bias's), nobody will count it, so it is part of the workspace.
     """
-    if not isinstance(func, OpOverload) or not _is_measurable(func):
+    if not isinstance(func, OpOverload) or not _is_measurable(func, args):
         return 0
     signature = (
         str(func),
@@ -67,9 +65,15 @@ def workspace_bytes(
         return _CACHE[key]
 
 
-def _is_measurable(func: OpOverload) -> bool:
+def _is_measurable(func: OpOverload, args: Sequence[object]) -> bool:
     if func.namespace != "aten" or func._schema.name in _EXACT:
         return False
+    if func._schema.name in _PRODUCTS:
+        return any(
+            leaf.device.type == "cpu" and leaf.dtype in (torch.bfloat16, torch.float16)
+            for leaf in args
+            if isinstance(leaf, torch.Tensor)
+        )
     if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.pointwise in func.tags:
         return False
     is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)

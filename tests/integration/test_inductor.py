@@ -329,6 +329,26 @@ def test_inference_under_a_budget() -> None:
     assert report.promised_peak_bytes < report.baseline_peak_bytes
 
 
+@pytest.mark.parametrize("budget", [1.0, "70%"])
+def test_low_precision_products_need_workspace(budget: object) -> None:
+    """On a CPU, oneDNN copies what it multiplies in bfloat16."""
+    module, x = dropped_and_batch()
+    compiled = compile_dtr(module, budget, compiler="inductor")
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = compiled(x)
+        loss.backward()
+
+    step()
+    module.zero_grad(set_to_none=True)
+    peak_bytes = live_peak_bytes(step) + static_bytes(module, x)
+    (report,) = dtrcompile.reports()
+    assert report.budget_bytes is not None
+    assert peak_bytes <= report.promised_peak_bytes <= report.budget_bytes
+    assert report.promised_peak_bytes - peak_bytes <= 8
+
+
 def test_weights_of_convolutions_are_not_saved_twice() -> None:
     """Inductor would save a channels-last copy of each; a plan's graphs keep the weight itself."""
     torch.manual_seed(SEED)
