@@ -105,7 +105,8 @@ def check_reports(budget: object) -> None:
         assert report.promised_peak_bytes <= report.baseline_peak_bytes, str(report)
         assert sum(report.promised_split.values()) == report.promised_peak_bytes, str(report)
         assert report.overhead >= 1.0, str(report)
-        ample = report.baseline_peak_bytes <= (report.budget_bytes or 0)
+        needed = report.baseline_peak_bytes + report.outside_bytes
+        ample = needed <= (report.budget_bytes or 0)
         if ample or budget == UNBUDGETED:
             assert not report.recomputed, str(report)
             assert report.overhead == 1.0, str(report)
