@@ -16,6 +16,7 @@ import contextlib
 import functools
 import gc
 import hashlib
+import math
 import re
 import sys
 import threading
@@ -580,6 +581,7 @@ def replay_schedule(
         inputs = [*from_forward, *rest]
         del saved, tensors, from_forward, rest
         gradients = run_wrapper(wrapper, inputs, ledger, mode)
+        count_accumulation(ledger, forward_placeholders, gradients)
         are_gradients = ledger.serials(gradients)
         backward_peak_bytes = ledger.peak_bytes
     in_backward = backward_peak_bytes > forward_peak_bytes
@@ -612,6 +614,37 @@ def replay_schedule(
         saved_bytes=saved_bytes,
         step_bytes=ledger.step_bytes,
     )
+
+
+def count_accumulation(
+    ledger: Ledger, placeholders: Sequence[fx.Node], gradients: Sequence[object]
+) -> None:
+    """Autograd keeps a gradient as it is, or copies it, one at a time, into its input's layout.
+
+    The rule is `obeys_layout_contract` of PyTorch's ``AccumulateGrad``.
+    """
+    copied_bytes = 0
+    for node, gradient in zip(placeholders, gradients, strict=False):
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and isinstance(gradient, torch.Tensor):
+            strides = _dense_strides(val)
+            expected = [s for s, n in zip(strides, val.shape, strict=True) if hint(n) != 1]
+            found = [s for s, n in zip(gradient.stride(), val.shape, strict=True) if hint(n) != 1]
+            if found != expected:
+                copied_bytes = max(copied_bytes, hint(val.numel()) * val.element_size())
+    if copied_bytes:
+        ledger.use(copied_bytes, "a gradient's copy in its parameter's layout")
+
+
+def _dense_strides(val: torch.Tensor) -> list[int]:
+    """An input's own strides where it fills its storage without overlap, else row-major ones."""
+    strides, sizes = [hint(s) for s in val.stride()], [hint(n) for n in val.shape]
+    expected = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size != 1 and stride != expected:
+            return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        expected *= size
+    return strides
 
 
 def _keys(values: Sequence[object]) -> set[int]:

@@ -28,7 +28,7 @@ from dtrcompile.passes.planners.base import keep_all
 from dtrcompile.passes.program import StorageKind
 from dtrcompile.passes.replay import PlanStats, replay
 from dtrcompile.passes.residuals import with_residuals
-from dtrcompile.passes.schedule import Ledger, Wrapper, run_wrapper
+from dtrcompile.passes.schedule import Ledger, Wrapper, count_accumulation, run_wrapper
 from dtrcompile.passes.tighten import tighten
 from dtrcompile.passes.torch_private import (
     FakeTensorMode,
@@ -262,6 +262,26 @@ def test_a_gradient_is_added_up_as_it_comes() -> None:
     held = [s for s in timeline.peak_resident if program.storages[s].size_bytes == weight_bytes]
     # The weight, the sum so far and a few terms; not all sixteen.
     assert len(held) <= 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "format", "copied_bytes"),
+    [
+        ((4, 4, 3, 3), torch.contiguous_format, 0),
+        ((4, 4, 3, 3), torch.channels_last, 4 * 4 * 3 * 3 * 4),
+        ((4, 4, 1, 1), torch.channels_last, 0),  # one and the same layout
+    ],
+)
+def test_a_gradient_in_another_layout_than_its_parameter_is_copied(
+    shape: tuple[int, ...], format: torch.memory_format, copied_bytes: int
+) -> None:
+    graph = fx.Graph()
+    parameter = graph.placeholder("parameter")
+    parameter.meta["val"] = torch.empty(shape)
+    gradient = torch.empty(shape).contiguous(memory_format=format)
+    ledger = Ledger()
+    count_accumulation(ledger, [parameter], [gradient])
+    assert ledger.peak_bytes == copied_bytes
 
 
 class ExtraAt(MemoryModel):
