@@ -33,7 +33,7 @@ def fewest_moves(seed: int, failing: Callable[[Case], object]) -> int:
     """How much of a failing module is needed to fail."""
     for moves in range(1, MOST_MOVES):
         try:
-            failing(Case(lambda: random.Random(seed).randint, moves))
+            failing(Case(seed, moves))
         except Exception:
             return moves
     return MOST_MOVES
@@ -61,12 +61,12 @@ def main() -> int:
 
     def attempt(seed: int, what: str, run: Callable[[Case], object]) -> None:
         try:
-            word = run(Case(lambda: random.Random(seed).randint))
+            word = run(Case(seed))
             seen[str(word or what)] += 1
         except Exception:  # any exception is a finding, to be printed and counted
             moves = fewest_moves(seed, run)
             failed.append(f"{seed} ({what}, {moves} moves)")
-            print(f"\nseed {seed}, {what}, {moves} moves:", flush=True)
+            print(f"\nseed {seed}, {what}: {Case(seed, moves).made()[0].text}", flush=True)
             traceback.print_exc(limit=-3, file=sys.stdout)
 
     for done in range(count):

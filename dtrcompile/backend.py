@@ -119,17 +119,15 @@ class _Source:
         self, assignment: Assignment
     ) -> tuple[Callable[..., Any], Callable[[], Planned | None]]:
         """Compile for an assignment; gives the function, and what tells the ledger of it."""
-        if self.options.compiler == "eager":
-            session = _Session(self.options, self.graph, assignment)
-            return self._compile(_compile_eager, session), session.planned
         session = _Session(self.options, self.graph, assignment, may_guess=self.options.verify)
-        function = self._compile(_compile_inductor, session)
+        function = self._compile(session)
         if session.guessed_wrong():
             session = _Session(self.options, self.graph, assignment)
-            function = self._compile(_compile_inductor, session)
+            function = self._compile(session)
         return function, session.planned
 
-    def _compile(self, compiler: _Compiler, session: _Session) -> Callable[..., Any]:
+    def _compile(self, session: _Session) -> Callable[..., Any]:
+        compiler = _compile_eager if self.options.compiler == "eager" else _compile_inductor
         if self.first is not None:
             gm, example_inputs = self.first
             self.first = None
@@ -232,7 +230,6 @@ class _Session:
         return self.is_over or (outcome is not None and outcome.is_guess and not self.wrappers)
 
 
-_Compiler = Callable[[fx.GraphModule, Sequence[Any], _Session], Callable[..., Any]]
 _SESSION: ContextVar[_Session | None] = ContextVar("dtrcompile_session", default=None)
 
 
@@ -270,7 +267,8 @@ def _plan(
         is_whole_peak=options.is_whole_peak,
         always_emit=not is_inductor,
     )
-    _report(session)
+    if not outcome.is_guess:  # else when forward is compiled and known
+        _report(session)
     return outcome
 
 

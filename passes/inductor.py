@@ -138,7 +138,7 @@ class InductorModel(MemoryModel):
     is_checked_later: bool = False
 
     def guess(self, captured: Captured, stats: PlanStats) -> Measured | None:
-        # With symbolic sizes backward may be compiled only when it is called.
+        # With symbolic sizes PyTorch compiles backward early and drops what the check raises.
         if not self.is_checked_later or _is_symbolic(captured):
             return None
         return RefereeModel().measure(captured, None, stats)

@@ -444,11 +444,7 @@ class _Fit:
             planned_bytes = self.planned_peak(tried[0], NOTHING)
             looser = [self.plan_for(planned_bytes * percent // 100) for percent in (104, 112)]
             tried += [candidate for candidate in looser if candidate is not None]
-
-        def rank(candidate: Candidate) -> tuple[int, int]:
-            return self.peak(candidate), candidate.stats.cost_ns
-
-        best = min(tried, key=rank)
+        best = min(tried, key=lambda c: (self.peak(c), c.stats.cost_ns))
         # The planner's smallest need not be the schedule's: a plan for a little less than what was
         # measured, made for its cost, may lose nothing on the way.
         rounds = iter(range(_MOST_SQUEEZED))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from tests.property.random_modules import Case, check
@@ -15,12 +13,11 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_modules(seed: int) -> None:
-    check(Case(lambda: random.Random(seed).randint), ("min", "50%")[seed % 2])
+    check(Case(seed), ("min", "50%")[seed % 2])
 
 
 # Shrunk failures of the benchmark: (seed, moves).
 # 10: a CPU gives a frozen convolution weight a gradient, if the bias has one.
 @pytest.mark.parametrize(("seed", "moves"), [(10, 1)])
 def test_modules_that_once_failed(seed: int, moves: int) -> None:
-    case = Case(lambda: random.Random(seed).randint, moves)
-    assert check(case, "min") in ("recomputed", "kept")
+    assert check(Case(seed, moves), "min") in ("recomputed", "kept")
