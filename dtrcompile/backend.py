@@ -215,13 +215,15 @@ class _Session:
         rest, budget_bytes = self.outcome.rest, self.outcome.budget_bytes
         if self.options.is_whole_peak:
             budget_bytes = baseline.peak_bytes
+        self.is_over = baseline.peak_with(rest) > budget_bytes - rest.outside_bytes
+        if self.is_over:
+            return  # forward is compiled again, backward is refused, as often as it is asked for
         self.outcome = replace(
             self.outcome,
             baseline_measured=baseline,
             budget_bytes=budget_bytes,
             is_guess=is_guess,
         )
-        self.is_over = baseline.peak_with(rest) > budget_bytes - rest.outside_bytes
         _report(self)
 
     def guessed_wrong(self) -> bool:
@@ -439,8 +441,9 @@ def _check_final(
         return
     wrapper = Wrapper(compiled.source_code, dict(compiled.constants or {}))
     if is_backward:
-        if len(session.wrappers) != 1:
+        if not session.wrappers:
             return  # a backward whose forward was a no-op, or compiled in another session
+        del session.wrappers[1:], session.graphs[1:]  # one that was refused
     else:
         session.wrappers.clear()
         session.graphs.clear()
