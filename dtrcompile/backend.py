@@ -30,13 +30,12 @@ from dtrcompile.passes.inductor import (
     InductorModel,
     device_of,
     is_planned,
-    measured_of,
     planned_config,
     schedule_of,
 )
+from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.pipeline import (
     AMPLE,
-    Measured,
     MemoryModel,
     Outcome,
     RefereeModel,
@@ -452,22 +451,21 @@ def _check_final(
     backward_follows = captured.backward is not None and not is_backward
     if backward_follows and not outcome.is_guess:
         return
-    schedule = schedule_of(
+    measured = schedule_of(
         captured,
         session.graphs,
         session.wrappers[0],
         (lambda _: session.wrappers[1]) if is_backward else None,
     )
     if outcome.is_guess:
-        measured = measured_of(schedule)
         if backward_follows:
             measured = measured.with_backward(outcome.baseline_measured)
         session.learn(measured, is_guess=backward_follows)
         if is_backward and session.is_over:
             guess = outcome.baseline[2].peak_bytes
             raise VerificationError(
-                f"Inductor's final schedule holds {schedule.peak_bytes} bytes at"
-                f" {schedule.peak_label!r}, more than the budget. The budget looked ample beside an"
+                f"Inductor's final schedule holds {measured.peak_bytes} bytes at"
+                f" {measured.peak_at!r}, more than the budget. The budget looked ample beside an"
                 f" estimate of {guess} bytes, so nothing was planned: pass one below"
                 f" {AMPLE * guess} bytes, and the peak is measured before anything is compiled; and"
                 " please report the model."
@@ -479,13 +477,13 @@ def _check_final(
         budget_bytes -= outcome.rest.outside_bytes
     allowed = promised if budget_bytes is None else max(budget_bytes, promised)
     log.debug(
-        "final schedule %s, promised %s", format_bytes(schedule.peak_bytes), format_bytes(promised)
+        "final schedule %s, promised %s", format_bytes(measured.peak_bytes), format_bytes(promised)
     )
-    if schedule.peak_bytes > allowed:
+    if measured.peak_bytes > allowed:
         raise VerificationError(
-            f"Inductor's final schedule holds {schedule.peak_bytes} bytes at"
-            f" {schedule.peak_label!r}, more than the {allowed} promised. Lower the budget by"
-            f" {schedule.peak_bytes - allowed} bytes, or pass options={{'verify': False}} to accept"
+            f"Inductor's final schedule holds {measured.peak_bytes} bytes at"
+            f" {measured.peak_at!r}, more than the {allowed} promised. Lower the budget by"
+            f" {measured.peak_bytes - allowed} bytes, or pass options={{'verify': False}} to accept"
             " the overrun; and please report the model."
         )
 

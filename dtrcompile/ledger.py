@@ -29,7 +29,8 @@ from torch import fx, nn
 from dtrcompile.options import BudgetKind, Options
 from dtrcompile.passes.capture import Captured, output_arguments
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
-from dtrcompile.passes.pipeline import Measured, Outcome, Terms, placeholders
+from dtrcompile.passes.measured import Measured
+from dtrcompile.passes.pipeline import Outcome, Terms, placeholders
 from dtrcompile.passes.plan import Plan
 from dtrcompile.passes.planners import keep_all, make_planner, minimum_plan
 from dtrcompile.passes.planners.base import Planner

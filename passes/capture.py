@@ -560,6 +560,9 @@ class _Capture:
             if reason is None and written.intersection(inputs):
                 reason = "it reads an input that the step writes into"
             o = len(operators)
+            for node in cap.nodes:
+                if self.roles[node] is Role.KERNEL:
+                    node.meta["dtr_operator"] = o
             outputs = [
                 add(
                     node,

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from dtrcompile.passes.capture import Captured, output_arguments
 from dtrcompile.passes.emit import Emitted, lower_frees
 from dtrcompile.passes.fusion import keep_plan_order
+from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.nodes import hint
 from dtrcompile.passes.pipeline import (
-    Measured,
     MemoryModel,
     RefereeModel,
     constant_bytes,
@@ -30,7 +30,7 @@ from dtrcompile.passes.pipeline import (
 )
 from dtrcompile.passes.program import StorageKind
 from dtrcompile.passes.replay import PlanStats
-from dtrcompile.passes.schedule import Resident, Schedule, Wrapper, lower, replay_schedule
+from dtrcompile.passes.schedule import Resident, Wrapper, lower, replay_schedule
 from dtrcompile.passes.torch_private import (
     FakeTensor,
     InputMutationAOTOutput,
@@ -77,7 +77,7 @@ def schedule_of(
     graphs: Sequence[fx.GraphModule],
     forward: Wrapper,
     backward: Callable[[Sequence[object]], Wrapper] | None,
-) -> Schedule:
+) -> Measured:
     """Replay the wrappers of a step; ``graphs`` are the modules they were made from."""
     return replay_schedule(
         forward,
@@ -87,20 +87,6 @@ def schedule_of(
         num_fwd_outputs=captured.num_fwd_outputs,
         resident=resident_bytes(captured),
         alignment_bytes=CUDA_ALIGNMENT_BYTES if device_of(captured).type == "cuda" else 1,
-    )
-
-
-def measured_of(schedule: Schedule) -> Measured:
-    """A schedule as the pipeline sees it."""
-    return Measured(
-        schedule.peak_bytes,
-        schedule.peak_label,
-        schedule.split,
-        schedule.forward_peak_bytes,
-        schedule.backward_peak_bytes,
-        schedule.boundary_bytes,
-        schedule.saved_bytes,
-        schedule.step_bytes,
     )
 
 
@@ -152,18 +138,16 @@ class InductorModel(MemoryModel):
         graphs: list[fx.GraphModule]
         if emitted is None:
             graphs = [g for g in (captured.forward, captured.backward) if g is not None]
-            schedule = self._schedule(captured, graphs)
-        else:
-            lower_frees(emitted.forward)
-            graphs = [emitted.forward]
-            if emitted.backward is not None:
-                lower_frees(emitted.backward)
-                graphs.append(emitted.backward)
-            with planned_config():
-                schedule = self._schedule(captured, graphs)
-        return measured_of(schedule)
+            return self._schedule(captured, graphs)
+        lower_frees(emitted.forward)
+        graphs = [emitted.forward]
+        if emitted.backward is not None:
+            lower_frees(emitted.backward)
+            graphs.append(emitted.backward)
+        with planned_config():
+            return self._schedule(captured, graphs)
 
-    def _schedule(self, captured: Captured, graphs: Sequence[fx.GraphModule]) -> Schedule:
+    def _schedule(self, captured: Captured, graphs: Sequence[fx.GraphModule]) -> Measured:
         is_inference = captured.backward is None
         _mark_user_visible(graphs[0], captured.num_fwd_outputs, False, is_inference)
         forward = lower(

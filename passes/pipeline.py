@@ -12,7 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
 
@@ -21,6 +21,7 @@ from torch import fx
 from dtrcompile.passes.capture import Captured
 from dtrcompile.passes.emit import Emitted, emit
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.plan import Plan, refuse_copies
 from dtrcompile.passes.planners import minimum_plan
 from dtrcompile.passes.planners.base import Planner, keep_all
@@ -41,60 +42,12 @@ _MOST_LESSONS = 2
 _MOST_SQUEEZED = 6
 _SQUEEZE = 64
 NOTHING: Mapping[int, int] = MappingProxyType({})
-# A plan that uses less than this share of the budget is worth another, looser one.
+# A plan that uses less than this share of the budget is worth planning another, looser one, and
+# that one is worth lowering if it saves this share of the compute.
 _GOOD_FILL = 0.97
+_WORTHWHILE = 0.005
 # A budget so many times a guess is ample; schedules of default splits hold 0.6 to 1.3 of theirs.
 AMPLE = 2
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What graphs hold, as a memory model sees it.
-
-    Attributes:
-        peak_bytes: the most at any moment.
-        peak_at: what was being computed or allocated there.
-        split: bytes at the peak by the report's categories.
-        forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
-        boundary_bytes: held when forward has returned: constants, saved tensors, outputs.
-        saved_bytes: held between forward and backward.
-        step_bytes: step of the plan -> the most held in it, where it is known step by step and may
-            differ from the referee's.
-    """
-
-    peak_bytes: int
-    peak_at: str
-    split: dict[str, int]
-    forward_peak_bytes: int
-    backward_peak_bytes: int
-    boundary_bytes: int
-    saved_bytes: int
-    step_bytes: Mapping[int, int] = field(default_factory=dict)
-
-    def peak_with(self, rest: Rest) -> int:
-        """As `GraphBytes.peak_with`."""
-        return self.graph_bytes(0, 0).peak_with(rest)
-
-    def with_backward(self, other: Measured) -> Measured:
-        """What is known of forward, and backward as in ``other``."""
-        if other.backward_peak_bytes <= self.forward_peak_bytes:
-            return replace(self, backward_peak_bytes=other.backward_peak_bytes)
-        return replace(
-            other,
-            forward_peak_bytes=self.forward_peak_bytes,
-            boundary_bytes=self.boundary_bytes,
-            saved_bytes=self.saved_bytes,
-        )
-
-    def graph_bytes(self, constant_bytes: int, gradient_bytes: int) -> GraphBytes:
-        """For the account of a step of several graphs."""
-        return GraphBytes(
-            constant_bytes,
-            self.forward_peak_bytes,
-            self.backward_peak_bytes,
-            self.boundary_bytes,
-            gradient_bytes,
-        )
 
 
 class MemoryModel(ABC):
@@ -232,14 +185,15 @@ class _Fit:
         self.captured = captured
         self.program = captured.program
         self.rest = ALONE
-        self.planned = captured.program  # what the planner sees: the rest of the step included
         self.planner = planner
         self.model = model
         self.baseline_bytes = 0
         self.planning_s = 0.0
         self.lowering_s = 0.0
+        # Residuals that hold in any plan: what the default split's library calls were seen to need.
+        self.workspaces: Mapping[int, int] = NOTHING
         self.candidates: dict[Plan, Candidate] = {}
-        self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Candidate | None] = {}
+        self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Plan | None] = {}
 
     def run(
         self, terms: Callable[[Measured], Terms], is_whole_peak: bool, always_emit: bool
@@ -260,7 +214,7 @@ class _Fit:
         self.lowering_s += time.perf_counter() - start
         agreed = terms(measured)
         budget_bytes, self.rest = agreed.budget_bytes, agreed.rest
-        self.planned = with_rest(self.program, self.rest)
+        self.workspaces = measured.workspace_bytes
         own_bytes = None if budget_bytes is None else budget_bytes - self.rest.outside_bytes
         log.debug(
             "baseline: planned %s, measured %s; budget %s",
@@ -281,10 +235,10 @@ class _Fit:
                 if held.peak_bytes > own_bytes:
                     raise self.infeasible(own_bytes, self.smallest(), held.peak_bytes)
         elif peak_bytes > own_bytes:
-            planned_bytes = replay(self.planned, keep_all(self.planned))[1].peak_bytes
+            planned_bytes = self.planned_peak(plan, self.workspaces)
             chosen = self.cheapest_within(own_bytes, planned_bytes, peak_bytes)
         if chosen is None and always_emit:
-            chosen = self.try_plan(plan)
+            chosen = self.try_plan(tighten(self.program, plan))
         return Outcome(
             self.rest,
             chosen,
@@ -301,8 +255,6 @@ class _Fit:
 
     def try_plan(self, plan: Plan) -> Candidate:
         """Emit, verify and measure a plan, once."""
-        refuse_copies(plan, "compiling")
-        plan = tighten(self.program, plan)
         if plan not in self.candidates:
             timeline, stats = replay(self.program, plan)
             emitted = emit(self.captured, plan)
@@ -320,7 +272,7 @@ class _Fit:
             self.candidates[plan] = Candidate(plan, timeline, stats, emitted, measured)
         return self.candidates[plan]
 
-    def plan_for(self, target_bytes: int, known: Mapping[int, int] = NOTHING) -> Candidate | None:
+    def plan_for(self, target_bytes: int, known: Mapping[int, int]) -> Plan | None:
         """The planner's answer for a target, None where it has none.
 
         Args:
@@ -328,24 +280,25 @@ class _Fit:
         """
         question = (target_bytes, tuple(sorted(known.items())))
         if question not in self.answers:
-            self.answers[question] = self.plan_with(
-                lambda program: self.planner.plan(program, target_bytes), known
-            )
+            try:
+                self.answers[question] = self.plan_with(
+                    lambda program: self.planner.plan(program, target_bytes), known
+                )
+            except InfeasibleBudgetError:
+                self.answers[question] = None
         return self.answers[question]
 
-    def plan_with(
-        self, planner: Callable[[Program], Plan], known: Mapping[int, int]
-    ) -> Candidate | None:
-        """A plan of the program that knows the residuals, None where there is none."""
+    def plan_with(self, planner: Callable[[Program], Plan], known: Mapping[int, int]) -> Plan:
+        """A plan made of the program that knows the residuals, as one of the program."""
         start = time.perf_counter()
         program = with_residuals(self.program, known)
         try:
             plan = planner(with_rest(program, self.rest))
-        except InfeasibleBudgetError:
-            return None
         finally:
             self.planning_s += time.perf_counter() - start
-        return self.try_plan(without_residuals(without_rest(plan, program), self.program))
+        plan = without_residuals(without_rest(plan, program), self.program)
+        refuse_copies(plan, "compiling")
+        return tighten(self.program, plan)
 
     def learn(self, candidate: Candidate, known: dict[int, int]) -> bool:
         """Add a candidate's residuals; whether any was new."""
@@ -363,9 +316,11 @@ class _Fit:
         Raises:
             InfeasibleBudgetError: if there is none.
         """
-        # Where the compiler's baseline lies above the referee's, its plans are likely to as well.
-        # (Where it lies below, by in-place updates at the peak, plans rarely keep the gain.)
-        target = budget_bytes * baseline_planned_bytes // max(baseline_bytes, 1)
+        # Where the compiler's baseline lies above the referee's, its plans are likely to as well,
+        # but by less: what is evicted can be in nobody's way.  (Where it lies below, by in-place
+        # updates at the peak, plans rarely keep the gain.)
+        likely_bytes = (baseline_planned_bytes + baseline_bytes) // 2
+        target = budget_bytes * likely_bytes // max(baseline_bytes, 1)
         target = min(target, budget_bytes, baseline_planned_bytes - 1)
         best = self.search(budget_bytes, target, baseline_planned_bytes, range(_MOST_ROUNDS))
         if best is not None:
@@ -391,39 +346,49 @@ class _Fit:
             rounds: one for each plan that may be made.
         """
         best: Candidate | None = None
-        known: dict[int, int] = {}
+        known = dict(self.workspaces)
         taught: set[Plan] = set()
         low = 0  # a target known to fit, or to be too small for the planner
         for _ in rounds:
-            candidate = self.plan_for(target, known)
-            if candidate is None and known:
-                known.clear()  # what was learned of one plan need not hold for another
-                candidate = self.plan_for(target)
-            if candidate is None:
+            plan = self.plan_for(target, known)
+            if plan is None and known != self.workspaces:
+                known = dict(self.workspaces)  # what was learned of a plan need not hold in another
+                plan = self.plan_for(target, known)
+            if plan is None:
                 if not taught:
                     break
                 low = max(low, target)
                 target = (low + high) // 2
                 continue
+            if best is not None:
+                cost_ns = replay(self.program, plan)[1].cost_ns
+                if cost_ns > (1 - _WORTHWHILE) * best.stats.cost_ns:
+                    break
+            candidate = self.try_plan(plan)
             peak = self.peak(candidate)
-            if peak > budget_bytes and candidate.plan not in taught:
-                taught.add(candidate.plan)
+            fits = peak <= budget_bytes
+            if fits and (best is None or candidate.stats.cost_ns < best.stats.cost_ns):
+                best = candidate
+            if fits and peak >= _GOOD_FILL * budget_bytes:
+                break
+            if plan not in taught:
+                taught.add(plan)
                 if self.learn(candidate, known):
                     # The planner can keep to the budget itself, where it knows what operators hold.
                     target = budget_bytes
                     continue
-            if peak <= budget_bytes:
+            # What lay between plan and schedule is likely to lie there again.
+            goal = budget_bytes - (peak - self.planned_peak(plan, known))
+            if fits:
                 low = max(low, target)
-                if best is None or candidate.stats.cost_ns < best.stats.cost_ns:
-                    best = candidate
-                if peak >= _GOOD_FILL * budget_bytes:
+                if goal <= target:
                     break
             else:
                 high = min(high, target)
-            step = budget_bytes - peak
-            target += step if step > 0 else step - budget_bytes // 256
+                goal = min(goal, target - budget_bytes // 256)
+            target = goal
             if not low < target < high:
-                target = (low + high) // 2 if low else high + step - budget_bytes // 64
+                target = (low + high) // 2 if low else high - budget_bytes // 64
             if target <= 0 or high - low < budget_bytes // 128:
                 break
         return best
@@ -434,16 +399,17 @@ class _Fit:
         The same set whatever was tried before, so that the minimum that an error names is met when
         it is asked for.
         """
-        known: dict[int, int] = {}
+        known = dict(self.workspaces)
         tried = [self.minimum(known)]
         for _ in range(_MOST_LESSONS):
             if self.agrees(tried[-1], known) or not self.learn(tried[-1], known):
                 break
             tried.append(self.minimum(known))
         if not self.agrees(tried[-1], known):
-            planned_bytes = self.planned_peak(tried[0], NOTHING)
-            looser = [self.plan_for(planned_bytes * percent // 100) for percent in (104, 112)]
-            tried += [candidate for candidate in looser if candidate is not None]
+            planned_bytes = self.planned_peak(tried[0].plan, self.workspaces)
+            targets = [planned_bytes * percent // 100 for percent in (104, 112)]
+            looser = [self.plan_for(target, self.workspaces) for target in targets]
+            tried += [self.try_plan(plan) for plan in looser if plan is not None]
         best = min(tried, key=lambda c: (self.peak(c), c.stats.cost_ns))
         # The planner's smallest need not be the schedule's: a plan for a little less than what was
         # measured, made for its cost, may lose nothing on the way.
@@ -455,23 +421,21 @@ class _Fit:
                 return best
             best = smaller
 
-    def planned_peak(self, candidate: Candidate, known: Mapping[int, int]) -> int:
+    def planned_peak(self, plan: Plan, known: Mapping[int, int]) -> int:
         """What the referee, who knows the residuals, says that counts against the budget."""
         program = with_residuals(self.program, known)
-        stats = replay(program, replace(candidate.plan, program=program.fingerprint))[1]
+        stats = replay(program, replace(plan, program=program.fingerprint))[1]
         return GraphBytes(
             0, stats.forward_peak_bytes, stats.backward_peak_bytes, stats.boundary_bytes, 0
         ).peak_with(self.rest)
 
     def agrees(self, candidate: Candidate, known: Mapping[int, int]) -> bool:
         """Whether next to nothing was lost between plan and schedule."""
-        return self.peak(candidate) <= self.planned_peak(candidate, known) * 102 // 100
+        return self.peak(candidate) <= self.planned_peak(candidate.plan, known) * 102 // 100
 
     def minimum(self, known: Mapping[int, int]) -> Candidate:
         """The planner's smallest plan of the program that knows the residuals."""
-        candidate = self.plan_with(lambda p: minimum_plan(p, self.planner), known)
-        assert candidate is not None  # keeping all is a plan
-        return candidate
+        return self.try_plan(self.plan_with(lambda p: minimum_plan(p, self.planner), known))
 
     def infeasible(
         self, budget_bytes: int, smallest: Candidate, minimum_bytes: int

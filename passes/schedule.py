@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrcompile.passes.errors import VerificationError
+from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.nodes import hint
 from dtrcompile.passes.torch_private import (
     BoxedBool,
@@ -60,11 +61,13 @@ class Wrapper:
     Attributes:
         constants: what it refers to.
         steps: buffer -> the step of the plan that it belongs to; empty for a default split's.
+        operators: buffer -> the operator of the program that it belongs to.
     """
 
     source: str
     constants: Mapping[str, torch.Tensor]
     steps: Mapping[str, int] = field(default_factory=dict)
+    operators: Mapping[str, int] = field(default_factory=dict)
 
 
 class _Lowered(BaseException):
@@ -94,7 +97,8 @@ def lower(
     def stop(graph: Any) -> Any:
         code, _ = graph.codegen()
         source = getattr(code, "value", code)
-        raise _Lowered(Wrapper(source, dict(graph.constants), _steps_of_buffers(graph)))
+        steps, operators = (_marks_of_buffers(graph, m) for m in ("dtr_step", "dtr_operator"))
+        raise _Lowered(Wrapper(source, dict(graph.constants), steps, operators))
 
     key = _lowering_key(
         gm, example_inputs, (tuple(static_input_indices), is_backward, is_inference)
@@ -145,14 +149,14 @@ def lower(
     )
 
 
-def _steps_of_buffers(graph: Any) -> dict[str, int]:
-    """Which step of the plan each buffer was lowered from: its latest origin's."""
-    steps = {}
+def _marks_of_buffers(graph: Any, mark: str) -> dict[str, int]:
+    """Which step or operator each buffer was lowered from: its latest origin's."""
+    marks = {}
     for buffer in graph.buffers:
-        of_origins = [n.meta["dtr_step"] for n in buffer.get_origins() if "dtr_step" in n.meta]
+        of_origins = [n.meta[mark] for n in buffer.get_origins() if mark in n.meta]
         if of_origins:
-            steps[buffer.get_name()] = max(of_origins)
-    return steps
+            marks[buffer.get_name()] = max(of_origins)
+    return marks
 
 
 def _codegen_unless_vectorized(node: Any, index_vars: Any) -> None:
@@ -203,13 +207,16 @@ _MOST_LOWERED = 64
 _LOCK = threading.Lock()
 
 
+_MARKS = ("dtr_step", "dtr_operator", "dtr_group", "dtr_realize")
+
+
 def _lowering_key(gm: fx.GraphModule, example_inputs: Sequence[object], rest: object) -> str:
     """Covers all that the wrapper depends on: graph, marks of the plan, inputs, configuration."""
     digest = hashlib.sha256()
     text = gm.print_readable(print_output=False, include_stride=True, include_device=True)
     digest.update(text.encode())
     for node in gm.graph.nodes:
-        marks = [node.meta.get(mark) for mark in ("dtr_step", "dtr_group", "dtr_realize")]
+        marks = [node.meta.get(mark) for mark in _MARKS]
         digest.update(f"{marks}{node.meta.get('user_visible_output_idxs')}".encode())
     for leaf in example_inputs:
         if isinstance(leaf, torch.Tensor):
@@ -284,8 +291,9 @@ class Ledger:
         peak_bytes: largest so far.
         peak_label: what was allocated then.
         peak_live: what was live at the peak.
-        steps: buffer -> step of the plan, of the wrapper that is being run.
+        wrapper: the one that is being run.
         step_bytes: step of the plan -> the most that was live when it allocated.
+        workspace_bytes: operator -> the most that one of its calls held beside what it returned.
     """
 
     base_bytes: int = 0
@@ -295,8 +303,9 @@ class Ledger:
     peak_bytes: int = 0
     peak_label: str = ""
     peak_live: tuple[Allocation, ...] = ()
-    steps: Mapping[str, int] = field(default_factory=dict)
+    wrapper: Wrapper | None = None
     step_bytes: dict[int, int] = field(default_factory=dict)
+    workspace_bytes: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.peak_bytes = self.base_bytes
@@ -325,6 +334,10 @@ class Ledger:
 
     def use(self, size_bytes: int, label: str) -> None:
         """Count bytes that are held only now."""
+        operator = self.wrapper.operators.get(_buffer(label)) if self.wrapper is not None else None
+        if operator is not None:
+            most = max(size_bytes, self.workspace_bytes.get(operator, 0))
+            self.workspace_bytes[operator] = most
         self.live_bytes += size_bytes
         self._record(label)
         self.live_bytes -= size_bytes
@@ -336,12 +349,17 @@ class Ledger:
     def _record(self, label: str) -> None:
         total = self.base_bytes + self.live_bytes
         self.events.append((total, label))
-        step = self.steps.get(label.partition(" = ")[0])
+        step = self.wrapper.steps.get(_buffer(label)) if self.wrapper is not None else None
         if step is not None:
             self.step_bytes[step] = max(total, self.step_bytes.get(step, 0))
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_label = total, label
             self.peak_live = tuple(self.live.values())
+
+
+def _buffer(label: str) -> str:
+    """What a line of the wrapper assigns to."""
+    return label.partition(" = ")[0]
 
 
 class _Counting(TorchDispatchMode):
@@ -447,7 +465,7 @@ def run_wrapper(
         and t.untyped_storage()._cdata not in ledger.live
     ]
     counting = _Counting(ledger, _keys(outside), source.splitlines())
-    ledger.steps = wrapper.steps
+    ledger.wrapper = wrapper
     try:
         with torch.no_grad():
             exec(compile(source, _WRAPPER_FILE, "exec"), namespace)
@@ -496,31 +514,6 @@ class _ExternKernels:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What a step holds under Inductor.
-
-    Attributes:
-        peak_bytes: the most at any moment of forward and backward.
-        peak_label: the allocation at the peak.
-        split: bytes at the peak by the report's categories.
-        forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
-        boundary_bytes: what is live when forward has returned.
-        saved_bytes: allocated by forward for backward, user outputs left out.
-        step_bytes: step of the plan -> the most that is held when it allocates; empty for a default
-            split.
-    """
-
-    peak_bytes: int
-    peak_label: str
-    split: dict[str, int]
-    forward_peak_bytes: int
-    backward_peak_bytes: int
-    boundary_bytes: int
-    saved_bytes: int
-    step_bytes: Mapping[int, int]
-
-
-@dataclass(frozen=True)
 class Resident:
     """Bytes that are there before the graphs run: the program's constants.
 
@@ -543,7 +536,7 @@ def replay_schedule(
     num_fwd_outputs: int,
     resident: Resident,
     alignment_bytes: int,
-) -> Schedule:
+) -> Measured:
     """Replay a training step's (or an inference pass's) wrappers and read the peak.
 
     Saved tensors go from forward's outputs to backward's inputs as the partitioner's contract says:
@@ -604,15 +597,16 @@ def replay_schedule(
         else:
             line = "temporaries"
         split[line] += allocation.size_bytes
-    return Schedule(
+    return Measured(
         peak_bytes=max(forward_peak_bytes, backward_peak_bytes),
-        peak_label=ledger.peak_label if in_backward else forward_label,
+        peak_at=ledger.peak_label if in_backward else forward_label,
         split=split,
         forward_peak_bytes=forward_peak_bytes,
         backward_peak_bytes=backward_peak_bytes,
         boundary_bytes=boundary_bytes,
         saved_bytes=saved_bytes,
         step_bytes=ledger.step_bytes,
+        workspace_bytes=ledger.workspace_bytes,
     )
 
 

@@ -23,7 +23,7 @@ from torch._inductor.graph import GraphLowering
 import dtrcompile
 from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
 from dtrcompile.passes.inductor import InductorModel
-from dtrcompile.passes.pipeline import Measured
+from dtrcompile.passes.measured import Measured
 from tests.integration.helpers import (
     Observed,
     assert_bitwise,

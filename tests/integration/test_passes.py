@@ -21,7 +21,8 @@ from dtrcompile.passes.errors import (
     VerificationError,
 )
 from dtrcompile.passes.host_link import HostLink
-from dtrcompile.passes.pipeline import Measured, MemoryModel, RefereeModel, Terms, fit
+from dtrcompile.passes.measured import Measured
+from dtrcompile.passes.pipeline import MemoryModel, RefereeModel, Terms, fit
 from dtrcompile.passes.plan import Offload, Plan
 from dtrcompile.passes.planners import make_planner, minimum_plan
 from dtrcompile.passes.planners.base import keep_all

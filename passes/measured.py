@@ -1,0 +1,61 @@
+"""What the graphs of a step hold, in the words that every memory model answers in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from dtrcompile.passes.sharing import GraphBytes, Rest
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What graphs hold, as a memory model sees it.
+
+    Attributes:
+        peak_bytes: the most at any moment.
+        peak_at: what was being computed or allocated there.
+        split: bytes at the peak by the report's categories.
+        forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
+        boundary_bytes: held when forward has returned: constants, saved tensors, outputs.
+        saved_bytes: held between forward and backward.
+        step_bytes: step of the plan -> the most held in it, where it is known step by step and may
+            differ from the referee's; empty for the default split.
+        workspace_bytes: operator -> the most that one of its library calls held beside what it
+            reads and returns, where calls are known and the referee does not count it.
+    """
+
+    peak_bytes: int
+    peak_at: str
+    split: dict[str, int]
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    boundary_bytes: int
+    saved_bytes: int
+    step_bytes: Mapping[int, int] = field(default_factory=dict)
+    workspace_bytes: Mapping[int, int] = field(default_factory=dict)
+
+    def peak_with(self, rest: Rest) -> int:
+        """As `GraphBytes.peak_with`."""
+        return self.graph_bytes(0, 0).peak_with(rest)
+
+    def with_backward(self, other: Measured) -> Measured:
+        """What is known of forward, and backward as in ``other``."""
+        if other.backward_peak_bytes <= self.forward_peak_bytes:
+            return replace(self, backward_peak_bytes=other.backward_peak_bytes)
+        return replace(
+            other,
+            forward_peak_bytes=self.forward_peak_bytes,
+            boundary_bytes=self.boundary_bytes,
+            saved_bytes=self.saved_bytes,
+        )
+
+    def graph_bytes(self, constant_bytes: int, gradient_bytes: int) -> GraphBytes:
+        """For the account of a step of several graphs."""
+        return GraphBytes(
+            constant_bytes,
+            self.forward_peak_bytes,
+            self.backward_peak_bytes,
+            self.boundary_bytes,
+            gradient_bytes,
+        )
