@@ -15,7 +15,9 @@ Views own no bytes and are made again at each use.
 
 What is approximate: Inductor may also inline a cheap value into several kernels, or split a
 cluster.  The schedule that Inductor makes of the emitted graphs is read back by `schedule` and is
-what the promise is made of; the program only has to be good enough to plan with.
+what the promise is made of; the program only has to be good enough to plan with.  So that
+`schedule` can say what a library call held, each KERNEL node carries the number of its operator,
+``meta["dtr_operator"]``, and so do its copies in emitted graphs.
 """
 
 from __future__ import annotations
