@@ -35,6 +35,7 @@ from dtrcompile.passes.torch_private import (
     FakeTensor,
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
+    TangentAOTInput,
     TracingContext,
     collect_fw_donated_buffer_idxs,
     count_tangents,
@@ -85,9 +86,24 @@ def schedule_of(
         forward_placeholders=placeholders(graphs[0]),
         backward_placeholders=placeholders(graphs[1]) if len(graphs) > 1 else [],
         num_fwd_outputs=captured.num_fwd_outputs,
+        tangent_of=_tangent_of(graphs, captured.num_fwd_outputs),
         resident=resident_bytes(captured),
         alignment_bytes=CUDA_ALIGNMENT_BYTES if device_of(captured).type == "cuda" else 1,
     )
+
+
+def _tangent_of(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> dict[int, int]:
+    """Backward input -> the forward output that it is the gradient of, where both are described."""
+    if len(graphs) < 2:
+        return {}
+    (out,) = graphs[0].graph.find_nodes(op="output")
+    described = list(out.meta.get("desc") or ())[:num_fwd_outputs]
+    tangents = {
+        i: desc.output
+        for i, node in enumerate(placeholders(graphs[1]))
+        if isinstance(desc := node.meta.get("desc"), TangentAOTInput)
+    }
+    return {i: described.index(o) for i, o in tangents.items() if o in described}
 
 
 def _is_symbolic(captured: Captured) -> bool:

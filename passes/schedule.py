@@ -534,6 +534,7 @@ def replay_schedule(
     forward_placeholders: Sequence[fx.Node],
     backward_placeholders: Sequence[fx.Node],
     num_fwd_outputs: int,
+    tangent_of: Mapping[int, int],
     resident: Resident,
     alignment_bytes: int,
 ) -> Measured:
@@ -545,6 +546,7 @@ def replay_schedule(
     Args:
         backward: gives the backward's wrapper, told what it receives from forward, in the order of
             its inputs: the strides are those that Inductor chose.
+        tangent_of: backward input -> the forward output that it is the gradient of.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     ledger = Ledger(
@@ -573,6 +575,8 @@ def replay_schedule(
         wrapper = backward(from_forward)
         inputs = [*from_forward, *rest]
         del saved, tensors, from_forward, rest
+        for i, o in tangent_of.items():
+            count_coercion(ledger, user_outputs[o], inputs[i])
         gradients = run_wrapper(wrapper, inputs, ledger, mode)
         count_accumulation(ledger, forward_placeholders, gradients)
         are_gradients = ledger.serials(gradients)
@@ -608,6 +612,21 @@ def replay_schedule(
         step_bytes=ledger.step_bytes,
         workspace_bytes=ledger.workspace_bytes,
     )
+
+
+def count_coercion(ledger: Ledger, output: object, tangent: object) -> None:
+    """AOTAutograd copies a tangent that comes in another layout than was traced.
+
+    It is taken to come in the layout of its output, which need not be the traced one either: the
+    compiler's decompositions may give a result other strides than eager PyTorch does.  The copy is
+    freed after its last use, the tangent stays with its caller.
+    """
+    if (
+        isinstance(output, torch.Tensor)
+        and isinstance(tangent, torch.Tensor)
+        and output.stride() != tangent.stride()
+    ):
+        ledger.allocate(tangent, "a tangent's copy in the layout that was traced")
 
 
 def count_accumulation(

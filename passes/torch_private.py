@@ -15,6 +15,7 @@ from torch._functorch._aot_autograd.descriptors import (
     IntermediateBaseAOTOutput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
+    TangentAOTInput,
 )
 from torch._functorch._aot_autograd.graph_compile import collect_fw_donated_buffer_idxs
 from torch._functorch.partitioners import min_cut_rematerialization_partition

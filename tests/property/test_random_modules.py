@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.property.random_modules import Case, check
+from tests.property.random_modules import Case, check, check_inductor
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -21,3 +21,9 @@ def test_random_modules(seed: int) -> None:
 @pytest.mark.parametrize(("seed", "moves"), [(10, 1)])
 def test_modules_that_once_failed(seed: int, moves: int) -> None:
     assert check(Case(seed, moves), "min") in ("recomputed", "kept")
+
+
+# 5020: the gradient of an output whose layout is not the traced one is copied before backward.
+@pytest.mark.parametrize(("seed", "moves"), [(5020, 6)])
+def test_modules_whose_promise_once_broke_under_inductor(seed: int, moves: int) -> None:
+    check_inductor(Case(seed, moves), "min")
