@@ -2,18 +2,23 @@
 
     python -m bench.planner_scaling [--planner auto] [--quick] [--out results.jsonl]
 
-Prints a table and the fitted exponent of time over operators; appends JSON lines with the machine.
+Synthetic steps, and GPT-2's as captured (width 768, 8 x 1,024 tokens; where `transformers` is
+installed).  Prints a table and the fitted exponents of time over operators; appends JSON lines with
+the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
 import platform
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +26,41 @@ import numpy as np
 from bench.synthetic import transformer
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planners import keep_all, make_planner
+from dtrcompile.passes.program import Program
 from dtrcompile.passes.replay import replay
 
 # 12, 48 and 96 layers are GPT-2 small, XL and twice that; 910 layers are 20,020 operators.
 _LAYERS = (5, 12, 48, 96, 137, 455, 910)
 _QUICK_LAYERS = (5, 12, 48)
+_GPT2_LAYERS = (12, 48, 96)
+_QUICK_GPT2_LAYERS = (6, 12)
 _SHARES = (0.5, 0.25)
+
+
+def gpt2(layers: int) -> Program:
+    """A training step of GPT-2 small with so many layers, captured."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from bench.captured import captured_of
+    from bench.zoo import LanguageModelLoss
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False))
+    module = LanguageModelLoss(model, "ForCausalLM").to_empty(device="cpu")
+    tokens = torch.zeros(8, 1024, dtype=torch.long)
+    return captured_of(module, tokens, tokens.clone()).program
+
+
+def programs(quick: bool) -> Iterator[tuple[str, Program]]:
+    """Name of the family, program; the smallest of each family first."""
+    for layers in _QUICK_LAYERS if quick else _LAYERS:
+        yield "synthetic", transformer(layers)
+    if importlib.util.find_spec("transformers") is None:
+        print("GPT-2 is skipped: transformers is not installed")
+        return
+    for layers in _QUICK_GPT2_LAYERS if quick else _GPT2_LAYERS:
+        yield "gpt2", gpt2(layers)
 
 
 def machine() -> dict[str, object]:
@@ -58,12 +92,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     args = parser.parse_args()
     print(
-        f"{'operators':>10}{'share':>8}{'overhead':>10}{'cpu s':>9}{'wall s':>9}{'ms/op':>8}"
-        f"{'MB':>7}"
+        f"{'steps':10}{'operators':>10}{'share':>8}{'overhead':>10}"
+        f"{'cpu s':>9}{'wall s':>9}{'ms/op':>8}{'MB':>7}"
     )
-    points: dict[float, list[tuple[int, float]]] = {share: [] for share in _SHARES}
-    for layers in _QUICK_LAYERS if args.quick else _LAYERS:
-        program = transformer(layers)
+    points: dict[tuple[str, float], list[tuple[int, float]]] = defaultdict(list)
+    for family, program in programs(args.quick):
         n = len(program.operators)
         baseline_bytes = replay(program, keep_all(program))[0].peak_bytes
         for share in _SHARES:
@@ -80,9 +113,10 @@ def main() -> int:
                 if plan is not None:
                     overhead = replay(program, plan)[1].overhead
             cpu_s, wall_s = sorted(runs)[len(runs) // 2]
-            points[share].append((n, cpu_s))
+            if not math.isnan(overhead):
+                points[family, share].append((n, cpu_s))
             print(
-                f"{n:>10}{share:>8}{overhead:>10.4f}{cpu_s:>9.2f}{wall_s:>9.2f}"
+                f"{family:10}{n:>10}{share:>8}{overhead:>10.4f}{cpu_s:>9.2f}{wall_s:>9.2f}"
                 f"{1e3 * cpu_s / n:>8.2f}{most_mb():>7}",
                 flush=True,
             )
@@ -90,6 +124,7 @@ def main() -> int:
                 record = {
                     "bench": "planner_scaling",
                     "planner": args.planner,
+                    "steps": family,
                     "operators": n,
                     "share": share,
                     "overhead": None if math.isnan(overhead) else overhead,
@@ -100,9 +135,11 @@ def main() -> int:
                 }
                 with args.out.open("a") as lines:
                     lines.write(json.dumps(record) + "\n")
-    for share, measured in points.items():
+    for (family, share), measured in points.items():
+        if len(measured) < 2:
+            continue
         slope, _ = np.polyfit(*np.log(np.array(measured)).T, 1)
-        print(f"share {share}: time grows as operators^{slope:.2f}")
+        print(f"{family}, share {share}: time grows as operators^{slope:.2f}")
     return 0
 
 

@@ -103,7 +103,7 @@ class ZooModel:
 # --- transformers, diffusers --------------------------------------------------------------------
 
 
-class _LanguageModelLoss(nn.Module):
+class LanguageModelLoss(nn.Module):
     """A language model of transformers, reduced to its loss."""
 
     def __init__(self, model: nn.Module, loss_type: str) -> None:
@@ -153,7 +153,7 @@ def _gpt2(sizes: Sizes) -> Built:
         attn_implementation="sdpa",
     )
     tokens = _tokens(sizes)
-    return _LanguageModelLoss(GPT2LMHeadModel(config), "ForCausalLM"), (tokens, tokens.clone())
+    return LanguageModelLoss(GPT2LMHeadModel(config), "ForCausalLM"), (tokens, tokens.clone())
 
 
 def _llama(sizes: Sizes) -> Built:
@@ -175,7 +175,7 @@ def _llama(sizes: Sizes) -> Built:
     model = LlamaForCausalLM(config)
     # Only other kinds of rotary embedding read it, so no graph has it among its inputs.
     model.model.rotary_emb._buffers.pop("original_inv_freq", None)
-    return _LanguageModelLoss(model, "ForCausalLM"), (tokens, tokens.clone())
+    return LanguageModelLoss(model, "ForCausalLM"), (tokens, tokens.clone())
 
 
 def _bert(sizes: Sizes) -> Built:
@@ -192,7 +192,7 @@ def _bert(sizes: Sizes) -> Built:
         attention_probs_dropout_prob=0.1,
         attn_implementation="sdpa",
     )
-    return _LanguageModelLoss(BertForMaskedLM(config), "ForMaskedLM"), (
+    return LanguageModelLoss(BertForMaskedLM(config), "ForMaskedLM"), (
         _tokens(sizes),
         _tokens(sizes),
     )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import fx, nn
 
+from bench.captured import captured_of
 from dtrcompile.passes import emit as emit_module
 from dtrcompile.passes import pipeline
-from dtrcompile.passes.capture import Captured, capture
-from dtrcompile.passes.costs import make_cost_model
+from dtrcompile.passes.capture import Captured
 from dtrcompile.passes.emit import Emitted, emit, free
 from dtrcompile.passes.errors import (
     InfeasibleBudgetError,
@@ -33,46 +31,8 @@ from dtrcompile.passes.schedule import Ledger, Wrapper, count_accumulation, run_
 from dtrcompile.passes.tighten import tighten
 from dtrcompile.passes.torch_private import (
     FakeTensorMode,
-    aot_autograd,
-    joint_graph_passes,
-    min_cut_rematerialization_partition,
-    select_decomp_table,
 )
 from dtrcompile.passes.verify import verify_emitted
-
-
-def captured_of(module: nn.Module, *inputs: torch.Tensor) -> Captured:
-    """The program of a training step of ``module``, as the backend would capture it."""
-    found: list[Captured] = []
-
-    def partition(
-        joint: fx.GraphModule, joint_inputs: object, **kwargs: object
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = joint_graph_passes(joint)
-        forward, backward = min_cut_rematerialization_partition(
-            joint, joint_inputs, compiler="inductor", **kwargs
-        )
-        found.append(
-            capture(
-                forward,
-                backward,
-                num_fwd_outputs=kwargs["num_fwd_outputs"],
-                static_input_indices=kwargs.get("static_lifetime_input_indices") or (),
-                cost_model=make_cost_model("roofline", torch.device("cpu")),
-            )
-        )
-        return forward, backward
-
-    def backend(gm: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., object]:
-        return aot_autograd(
-            fw_compiler=lambda gm, _: make_boxed_func(gm.forward),
-            partition_fn=partition,
-            decompositions=select_decomp_table(),
-        )(gm, example_inputs)
-
-    torch.compile(module, backend=backend)(*inputs).sum().backward()
-    (captured,) = found
-    return captured
 
 
 class MLP(nn.Module):
