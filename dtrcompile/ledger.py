@@ -9,9 +9,9 @@ A graph break, DDP's buckets or a second compiled module make several graphs of 
 * when the first step is over, the order is known and so is what each graph needs: the graphs are
   planned and compiled again, once.
 
-A step is over when a graph is called and no graph waits for its backward any more.  If graphs of a
-step had run before it was known that others follow, the next step is the one that is looked at.  A
-model that is one graph is compiled once, and costs one look at its outputs a call.
+A step is over when a graph is called and no graph waits for its backward any more, if one did.  If
+graphs of a step had run before it was known that others follow, the next step is the one that is
+looked at.  A model that is one graph is compiled once, and costs one look at its outputs a call.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class SharedGraph:
     def __call__(self, *args: Any) -> Any:
         ledger = self.ledger
         if ledger.observing:
-            ledger.before_call()
+            ledger.before_call(self)
         result = self.function(*args)
         node = _backward_node(result)
         if node is not None:
@@ -193,7 +193,7 @@ class SharedGraph:
                 self.waiting = [w for w in self.waiting if _waits(w)]
             self.waiting.append(weakref.ref(node))
         if ledger.observing:
-            ledger.after_call(self, args, result)
+            ledger.after_call(self, args, result, awaits_backward=node is not None)
         return result
 
     def compile_again(self, assignment: Assignment) -> None:
@@ -241,6 +241,7 @@ class _Call:
     graph: SharedGraph
     inputs: dict[int, int]
     outputs: dict[int, int]
+    awaits_backward: bool
 
 
 class Ledger:
@@ -293,12 +294,15 @@ class Ledger:
     def _alive(self) -> list[SharedGraph]:
         return [graph for g in self.graphs if (graph := g()) is not None]
 
-    def before_call(self) -> None:
+    def before_call(self, graph: SharedGraph) -> None:
         """A graph is about to be called: is the step before it over?"""
         with self.lock:
             if self.refusal is not None:
                 raise self.refusal
-            if self.calls and not any(g.waiting_calls() for g in self._alive()):
+            # Graphs without a backward may begin a step; if there are no others, the first to be
+            # called again begins the next.
+            is_begun = any(c.awaits_backward or c.graph is graph for c in self.calls)
+            if is_begun and not any(g.waiting_calls() for g in self._alive()):
                 calls, self.calls = self.calls, []
                 if self.is_partial:
                     self.is_partial = False
@@ -311,11 +315,14 @@ class Ledger:
                     self.observing, self.refusal = True, refusal
                     raise
 
-    def after_call(self, graph: SharedGraph, args: Sequence[Any], result: Any) -> None:
+    def after_call(
+        self, graph: SharedGraph, args: Sequence[Any], result: Any, *, awaits_backward: bool
+    ) -> None:
         """Remember the call, as one of the step's."""
         with self.lock:
             results = result if isinstance(result, (tuple, list)) else (result,)
-            self.calls.append(_Call(graph, _storages(args), _storages(results)))
+            inputs, outputs = _storages(args), _storages(results)
+            self.calls.append(_Call(graph, inputs, outputs, awaits_backward))
 
     # When it is over
 
@@ -325,7 +332,8 @@ class Ledger:
         Raises:
             InfeasibleBudgetError: if the step does not fit.
         """
-        sequence = [c.graph for c in calls if c.graph.planned is not None]
+        calls = [c for c in calls if c.graph.planned is not None]
+        sequence = [c.graph for c in calls]
         graphs = list(dict.fromkeys(sequence))
         is_inference = all(_of(g).program.boundary is None for g in graphs)
         was_guessed = any(
@@ -334,7 +342,11 @@ class Ledger:
         if self.options.is_whole_peak or is_inference or (len(sequence) < 2 and not was_guessed):
             return
         step = _Step(
-            graphs, [graphs.index(g) for g in sequence], _external_bytes(calls), self.options
+            graphs,
+            [graphs.index(g) for g in sequence],
+            _external_bytes(calls),
+            _result_bytes(calls),
+            self.options,
         )
         baseline_bytes = step.peak([_of(g).baseline for g in graphs])
         budget_bytes = self.options.resolve_budget_bytes(
@@ -372,27 +384,55 @@ def _external_bytes(calls: Sequence[_Call]) -> int:
     return sum(inputs.values())
 
 
+def _result_bytes(calls: Sequence[_Call]) -> list[int]:
+    """For each call, what it returns that no call takes: the caller may keep it to the end."""
+    taken = {address for call in calls for address in call.inputs}
+    return [
+        sum(size for address, size in call.outputs.items() if address not in taken)
+        for call in calls
+    ]
+
+
 class _Step:
-    """The graphs of one step, and what they hold together."""
+    """The graphs of one step, and what they hold together.
+
+    Args:
+        sequence: the graph of each call, in order.
+        external_bytes: constants of all graphs, as in `rest_of`.
+        result_bytes: of each call, outputs that stay with the caller.
+    """
 
     def __init__(
-        self, graphs: list[SharedGraph], sequence: list[int], external_bytes: int, options: Options
+        self,
+        graphs: list[SharedGraph],
+        sequence: list[int],
+        external_bytes: int,
+        result_bytes: list[int],
+        options: Options,
     ) -> None:
         self.graphs = graphs
         self.sequence = sequence
         self.external_bytes = external_bytes
+        self.result_bytes = result_bytes
         planner: Planner = make_planner(options.planner, **options.planner_options())
         # To find who may keep what; the compilation plans with all candidates.
         self.quick = planner.for_minimum()
 
     def peak(self, held: Sequence[GraphBytes]) -> int:
-        return step_peak_bytes([held[i] for i in self.sequence], self.external_bytes)
+        return step_peak_bytes(self.in_order(held), self.external_bytes)
+
+    def in_order(self, held: Sequence[GraphBytes]) -> list[GraphBytes]:
+        """One entry a call; its results stay after its backward, as gradients do."""
+        return [
+            replace(held[i], gradient_bytes=held[i].gradient_bytes + result_bytes)
+            for i, result_bytes in zip(self.sequence, self.result_bytes, strict=True)
+        ]
 
     def rest(self, held: Sequence[GraphBytes], i: int) -> Rest:
         """What graph ``i`` sees of the others; the strictest, where it runs several times."""
-        in_order = [held[j] for j in self.sequence]
+        calls = self.in_order(held)
         rests = [
-            rest_of(in_order, k, self.external_bytes) for k, j in enumerate(self.sequence) if j == i
+            rest_of(calls, k, self.external_bytes) for k, j in enumerate(self.sequence) if j == i
         ]
         outside = max(r.outside_bytes for r in rests)
         waiting = max(r.outside_bytes + r.between_bytes for r in rests)

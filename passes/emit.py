@@ -25,7 +25,7 @@ from torch import fx
 
 from dtrcompile.passes.capture import Captured, output_arguments, view_base
 from dtrcompile.passes.errors import CaptureError
-from dtrcompile.passes.nodes import Role, is_sequence, is_tensor, role
+from dtrcompile.passes.nodes import Role, is_mutating, is_sequence, is_tensor, role
 from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step, refuse_copies
 from dtrcompile.passes.torch_private import (
     SavedForBackwardsAOTOutput,
@@ -182,7 +182,8 @@ class _Emitter:
                 if is_sequence(node):
                     step_local[node] = copy
                     g.kernel[node] = copy
-                elif not is_tensor(node):
+                elif not is_tensor(node) or is_mutating(node):
+                    # What was written into is there from now on, and is not written a second time.
                     g.fixed[node] = copy
                 self._dependent_scalars(g, node, members)
             elif node not in g.memo:

@@ -21,7 +21,7 @@ from dtrcompile.passes.capture import Captured, output_arguments
 from dtrcompile.passes.emit import Emitted, lower_frees
 from dtrcompile.passes.fusion import keep_plan_order
 from dtrcompile.passes.measured import Measured
-from dtrcompile.passes.nodes import hint
+from dtrcompile.passes.nodes import Role, hint, role, value
 from dtrcompile.passes.pipeline import (
     MemoryModel,
     RefereeModel,
@@ -42,6 +42,7 @@ from dtrcompile.passes.torch_private import (
     functorch_config,
     inductor_config,
 )
+from dtrcompile.passes.workspaces import workspace_bytes
 
 # On CUDA the caching allocator rounds each allocation up to a multiple of this.
 CUDA_ALIGNMENT_BYTES = 512
@@ -144,6 +145,16 @@ class InductorModel(MemoryModel):
         if not self.is_checked_later or _is_symbolic(captured):
             return None
         return RefereeModel().measure(captured, None, stats)
+
+    def workspaces(self, captured: Captured) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for o, operator in enumerate(captured.operators):
+            for node in operator.nodes:
+                if role(node) is Role.KERNEL:
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+                    held = workspace_bytes(node.target, args, kwargs, value(node))
+                    found[o] = max(held, found.get(o, 0))
+        return found
 
     def measure(
         self,

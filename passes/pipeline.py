@@ -62,8 +62,15 @@ class MemoryModel(ABC):
 
         For budgets so large that measuring would tell nothing new.  Only where what was compiled
         is looked at afterwards, so that the guess does not stay the promise.
+
+        Args:
+            stats: the referee's, of each operator once.
         """
         return None
+
+    def workspaces(self, captured: Captured) -> Mapping[int, int]:  # noqa: ARG002
+        """Operator -> what its library calls hold inside, in the layouts that were traced."""
+        return NOTHING
 
 
 class RefereeModel(MemoryModel):
@@ -203,6 +210,10 @@ class _Fit:
         guessed = None if always_emit else self.model.guess(self.captured, stats)
         if guessed is not None:
             agreed = terms(guessed)
+            if agreed.are_ample(guessed) and not is_whole_peak:
+                stats = self.stats_of(plan, self.model.workspaces(self.captured))
+                guessed = self.model.guess(self.captured, stats) or guessed
+                agreed = terms(guessed)
             if is_whole_peak or agreed.are_ample(guessed):
                 log.debug("baseline: about %s, not measured", format_bytes(guessed.peak_bytes))
                 split = (plan, timeline, stats)
@@ -423,11 +434,15 @@ class _Fit:
 
     def planned_peak(self, plan: Plan, known: Mapping[int, int]) -> int:
         """What the referee, who knows the residuals, says that counts against the budget."""
-        program = with_residuals(self.program, known)
-        stats = replay(program, replace(plan, program=program.fingerprint))[1]
+        stats = self.stats_of(plan, known)
         return GraphBytes(
             0, stats.forward_peak_bytes, stats.backward_peak_bytes, stats.boundary_bytes, 0
         ).peak_with(self.rest)
+
+    def stats_of(self, plan: Plan, known: Mapping[int, int]) -> PlanStats:
+        """The referee's, of the program that knows the residuals."""
+        program = with_residuals(self.program, known)
+        return replay(program, replace(plan, program=program.fingerprint))[1]
 
     def agrees(self, candidate: Candidate, known: Mapping[int, int]) -> bool:
         """Whether next to nothing was lost between plan and schedule."""

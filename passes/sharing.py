@@ -4,7 +4,7 @@ A graph break, DDP's buckets or a second compiled module make several graphs of 
 Their forwards run in order, their backwards in the opposite order, so while graph *k* runs
 
 * the constants of all graphs are there, and what graphs before it saved and returned;
-* in backward also the gradients of the graphs after it;
+* in backward also the gradients of the graphs after it, and the results that they returned;
 
 and between the forward and the backward of graph *k* the later graphs run whole.  `Rest` is all
 that graph *k* has to know of this.  A planner needs to know nothing: `with_rest` puts it into the
@@ -35,7 +35,7 @@ class Rest:
     Attributes:
         outside_bytes: held beside it from its first operator to its last.
         between_bytes: held above its own saved bytes, between its forward and its backward.
-        gradient_bytes: held beside it during its backward: gradients of later graphs.
+        gradient_bytes: held beside it during its backward: gradients and results of later graphs.
     """
 
     outside_bytes: int = 0
@@ -54,7 +54,7 @@ class GraphBytes:
         constant_bytes: its parameters, buffers and inputs.
         forward_peak_bytes, backward_peak_bytes: constants included; 0 for a missing backward.
         boundary_bytes: constants, saved tensors and outputs, when forward has returned.
-        gradient_bytes: of parameters, which stay when its backward is done.
+        gradient_bytes: what stays when its backward is done: gradients of parameters, results.
     """
 
     constant_bytes: int

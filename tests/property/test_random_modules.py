@@ -18,12 +18,16 @@ def test_random_modules(seed: int) -> None:
 
 # Shrunk failures of the benchmark: (seed, moves).
 # 10: a CPU gives a frozen convolution weight a gradient, if the bias has one.
-@pytest.mark.parametrize(("seed", "moves"), [(10, 1)])
+# 5073: a graph that returns the input that it wrote into, and nothing else.
+@pytest.mark.parametrize(("seed", "moves"), [(10, 1), (5073, 4)])
 def test_modules_that_once_failed(seed: int, moves: int) -> None:
     assert check(Case(seed, moves), "min") in ("recomputed", "kept")
 
 
 # 5020: the gradient of an output whose layout is not the traced one is copied before backward.
-@pytest.mark.parametrize(("seed", "moves"), [(5020, 6)])
-def test_modules_whose_promise_once_broke_under_inductor(seed: int, moves: int) -> None:
-    check_inductor(Case(seed, moves), "min")
+# 5060: a step of several graphs that begins with one that has no backward; results held to the end.
+@pytest.mark.parametrize(("seed", "moves", "budget"), [(5020, 6, "min"), (5060, 5, "50%")])
+def test_modules_whose_promise_once_broke_under_inductor(
+    seed: int, moves: int, budget: str
+) -> None:
+    check_inductor(Case(seed, moves), budget)
