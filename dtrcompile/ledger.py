@@ -332,8 +332,7 @@ class Ledger:
         Raises:
             InfeasibleBudgetError: if the step does not fit.
         """
-        calls = [c for c in calls if c.graph.planned is not None]
-        sequence = [c.graph for c in calls]
+        sequence = [c.graph for c in calls if c.graph.planned is not None]
         graphs = list(dict.fromkeys(sequence))
         is_inference = all(_of(g).program.boundary is None for g in graphs)
         was_guessed = any(
@@ -385,11 +384,12 @@ def _external_bytes(calls: Sequence[_Call]) -> int:
 
 
 def _result_bytes(calls: Sequence[_Call]) -> list[int]:
-    """For each call, what it returns that no call takes: the caller may keep it to the end."""
+    """For each planned call, what it returns that no call takes: the caller may keep it."""
     taken = {address for call in calls for address in call.inputs}
     return [
         sum(size for address, size in call.outputs.items() if address not in taken)
         for call in calls
+        if call.graph.planned is not None
     ]
 
 

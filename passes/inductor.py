@@ -179,7 +179,7 @@ class InductorModel(MemoryModel):
         _mark_user_visible(graphs[0], captured.num_fwd_outputs, False, is_inference)
         forward = lower(
             graphs[0],
-            [_val(n) for n in placeholders(graphs[0])],
+            [value(n) for n in placeholders(graphs[0])],
             static_input_indices=self.static_input_indices,
             is_backward=False,
             is_inference=is_inference,
@@ -190,7 +190,7 @@ class InductorModel(MemoryModel):
         _mark_user_visible(backward, captured.num_fwd_outputs, True, False)
 
         def lower_backward(from_forward: Sequence[object]) -> Wrapper:
-            inputs = [_val(n) for n in placeholders(backward)]
+            inputs = [value(n) for n in placeholders(backward)]
             for i, received in enumerate(from_forward):
                 inputs[i] = _restrided(inputs[i], received)
             with _donating(_donated(graphs, captured.num_fwd_outputs)):
@@ -226,7 +226,7 @@ def _donated(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> list[int
     saved = forward_outputs[num_fwd_outputs:]
     tensors = [v for v in saved if isinstance(v, torch.Tensor)]
     found = collect_fw_donated_buffer_idxs(
-        [_val(n) for n in placeholders(forward)],
+        [value(n) for n in placeholders(forward)],
         forward_outputs[:num_fwd_outputs],
         [_val(a) for a in output_arguments(backward)],
         tensors,
@@ -236,7 +236,7 @@ def _donated(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> list[int
 
 
 def _val(argument: object) -> Any:
-    return argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    return value(argument) if isinstance(argument, fx.Node) else None
 
 
 @contextlib.contextmanager

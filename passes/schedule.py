@@ -303,7 +303,7 @@ class Ledger:
     peak_bytes: int = 0
     peak_label: str = ""
     peak_live: tuple[Allocation, ...] = ()
-    wrapper: Wrapper | None = None
+    wrapper: Wrapper = field(default_factory=lambda: Wrapper("", {}))
     step_bytes: dict[int, int] = field(default_factory=dict)
     workspace_bytes: dict[int, int] = field(default_factory=dict)
 
@@ -334,7 +334,7 @@ class Ledger:
 
     def use(self, size_bytes: int, label: str) -> None:
         """Count bytes that are held only now."""
-        operator = self.wrapper.operators.get(_buffer(label)) if self.wrapper is not None else None
+        operator = self.wrapper.operators.get(_buffer(label))
         if operator is not None:
             most = max(size_bytes, self.workspace_bytes.get(operator, 0))
             self.workspace_bytes[operator] = most
@@ -349,7 +349,7 @@ class Ledger:
     def _record(self, label: str) -> None:
         total = self.base_bytes + self.live_bytes
         self.events.append((total, label))
-        step = self.wrapper.steps.get(_buffer(label)) if self.wrapper is not None else None
+        step = self.wrapper.steps.get(_buffer(label))
         if step is not None:
             self.step_bytes[step] = max(total, self.step_bytes.get(step, 0))
         if total > self.peak_bytes:

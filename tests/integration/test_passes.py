@@ -29,9 +29,7 @@ from dtrcompile.passes.replay import PlanStats, replay
 from dtrcompile.passes.residuals import with_residuals
 from dtrcompile.passes.schedule import Ledger, Wrapper, count_accumulation, run_wrapper
 from dtrcompile.passes.tighten import tighten
-from dtrcompile.passes.torch_private import (
-    FakeTensorMode,
-)
+from dtrcompile.passes.torch_private import FakeTensorMode
 from dtrcompile.passes.verify import verify_emitted
 
 
