@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,6 +39,7 @@ from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.nodes import hint
 from dtrcompile.passes.torch_private import (
     BoxedBool,
+    CppKernel,
     CppVecKernel,
     DebugContext,
     FakeTensorMode,
@@ -127,7 +129,7 @@ def lower(
         DebugContext(),
         remembering_strides(),
         _without_collector(),
-        mock.patch.object(SchedulerNode, "codegen", _codegen_unless_vectorized),
+        mock.patch.object(SchedulerNode, "codegen", _codegen_names_only),
         mock.patch.object(GraphLowering, "compile_to_module", stop),
     ):
         try:
@@ -159,19 +161,34 @@ def _marks_of_buffers(graph: Any, mark: str) -> dict[str, int]:
     return marks
 
 
-def _codegen_unless_vectorized(node: Any, index_vars: Any) -> None:
-    """Inductor's ``SchedulerNode.codegen``, leaving the bodies of vectorized C++ loops empty.
+def _codegen_names_only(node: Any, index_vars: Any) -> None:
+    """Inductor's ``SchedulerNode.codegen`` as far as the wrapper depends on it.
 
-    The scalar kernel, which comes first, decides which buffers are needed and which are updated in
-    place; the vectorized forms change nothing of that, take most of a lowering's time, and are not
-    run here.  Their tiling is still searched: loops that share their outer level keep buffers
-    local only if it agrees.
+    A C++ kernel's scalar form comes first and decides which buffers are needed and which are
+    updated in place, by the names that it reads and writes: its indices are left as they are, and
+    no bounds are looked for.  The vectorized forms change nothing of that, and stay empty.  (Their
+    tiling is still searched: loops that share their outer level keep buffers local only if it
+    agrees.)
     """
-    if not isinstance(V.kernel, CppVecKernel):
+    if isinstance(V.kernel, CppVecKernel):
+        return
+    if not isinstance(V.kernel, CppKernel):
         _CODEGEN(node, index_vars)
+        return
+    with mock.patch.object(type(node._body), "bounds", _no_bounds), V.kernel.set_current_node(node):
+        node._body(*index_vars)
 
 
 _CODEGEN = SchedulerNode.codegen
+
+
+class _NoBounds:
+    def get_bounds(self) -> dict[fx.Node, Any]:
+        return {}
+
+
+def _no_bounds(body: object) -> _NoBounds:  # noqa: ARG001
+    return _NoBounds()
 
 
 @contextlib.contextmanager
@@ -188,16 +205,36 @@ def _without_collector() -> Iterator[None]:
 
 
 def remembering_strides() -> contextlib.AbstractContextManager[Any]:
-    """Inductor's analysis of C++ loops, with a memory that is large enough.
+    """Inductor's analysis of C++ loops, with a short cut and a memory that is large enough.
 
     How far apart a vector's elements lie is found by simplifying expressions, nearly half of a
-    lowering's time.  Inductor remembers 128 of them, a graph has thousands, and the same ones come
-    back with every candidate and with the final compilation.
+    lowering's time.  Nearly all of them are sums in which the variable stands alone.  Inductor
+    remembers 128, a graph has thousands, and the same ones come back with every candidate and with
+    the final compilation.
     """
     return mock.patch.object(cpp_codegen, "stride_at_vec_range", _stride)
 
 
-_stride = functools.lru_cache(maxsize=1 << 16)(cpp_codegen.stride_at_vec_range)
+@functools.lru_cache(maxsize=1 << 16)
+def _stride(index: sympy.Expr, var: sympy.Symbol, vec_length: int | None = None) -> sympy.Expr:
+    """Inductor's ``stride_at_vec_range``."""
+    coefficient = _coefficient(index, var)
+    return _STRIDE(index, var, vec_length) if coefficient is None else coefficient
+
+
+_STRIDE = cpp_codegen.stride_at_vec_range
+
+
+def _coefficient(index: sympy.Expr, var: sympy.Symbol) -> sympy.Integer | None:
+    """The integer that ``var`` is multiplied by, where it appears in no other way."""
+    total = sympy.S.Zero
+    for term in sympy.Add.make_args(index):
+        if var in term.free_symbols:
+            factor, rest = term.as_coeff_Mul()
+            if rest != var or not factor.is_Integer:
+                return None
+            total += factor
+    return total
 
 
 # Wrappers by what they were made from: candidates of one plan often share a forward graph, and
