@@ -21,6 +21,7 @@ from torch import fx
 from dtrcompile.passes.emit import free
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.nodes import Role, extent_bytes, hint, is_sequence, role
+from dtrcompile.passes.torch_private import below_views
 from dtrcompile.passes.workspaces import without_unasked
 
 prims = torch.ops.prims
@@ -218,7 +219,8 @@ class EagerExecutor:
             raise VerificationError(f"{node.name!r} uses {error}, which is freed") from error
         function = _OWN_KERNELS.get(node.target, node.target)
         assert callable(function)
-        with torch.no_grad():
+        # A view among the results must not be one to autograd, which would forbid updating it.
+        with torch.no_grad(), below_views():
             return without_unasked(function(*args, **kwargs), node.meta.get("val"))  # type: ignore[misc]
 
     def _count(

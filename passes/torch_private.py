@@ -28,7 +28,14 @@ from torch.fx.experimental.symbolic_shapes import (
     is_symbol_binding_fx_node,
 )
 
+# --- the eager executor -------------------------------------------------------------------------
+from torch._C import _AutoDispatchBelowADInplaceOrView as below_views
+
 # --- measuring costs --------------------------------------------------------------------------
+from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
+from torch.autograd import ProfilerConfig, ProfilerState
+from torch.autograd import _disable_profiler_legacy as disable_profiler
+from torch.autograd import _enable_profiler_legacy as enable_profiler
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
 # --- Inductor: lowering, scheduling, compilation ------------------------------------------------

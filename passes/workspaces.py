@@ -9,22 +9,31 @@ numbers, are not run; they count as having none.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
-from dtrcompile.passes.nodes import extent_bytes
-from dtrcompile.passes.torch_private import OpOverload, disable_modes
+from dtrcompile.passes.nodes import extent_bytes, hint
+from dtrcompile.passes.torch_private import (
+    ExperimentalConfig,
+    OpOverload,
+    ProfilerConfig,
+    ProfilerState,
+    disable_modes,
+    disable_profiler,
+    enable_profiler,
+)
 
 log = logging.getLogger("dtrcompile.workspaces")
 
 _CACHE: dict[object, int] = {}
 _LOCK = threading.Lock()
+_SETTINGS = ExperimentalConfig()
 
 # These allocate exactly what they return.
 _EXACT = frozenset(
@@ -38,7 +47,8 @@ _EXACT = frozenset(
         "aten::alias",
     }
 )
-# These too, but for low precision on a CPU, where oneDNN makes copies in a layout of its own.
+# These too, but for operands in a layout that BLAS does not take (rows on top of each other), which
+# are copied, and for low precision on a CPU, where oneDNN makes copies in a layout of its own.
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
 
@@ -70,14 +80,22 @@ def _is_measurable(func: OpOverload, args: Sequence[object]) -> bool:
         return False
     if func._schema.name in _PRODUCTS:
         return any(
-            leaf.device.type == "cpu" and leaf.dtype in (torch.bfloat16, torch.float16)
+            (leaf.device.type == "cpu" and leaf.dtype in (torch.bfloat16, torch.float16))
+            or not _is_for_blas(leaf)
             for leaf in args
-            if isinstance(leaf, torch.Tensor)
+            if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2
         )
     if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.pointwise in func.tags:
         return False
     is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
     return not is_view
+
+
+def _is_for_blas(matrix: torch.Tensor) -> bool:
+    """Whether rows or columns lie one after the other, each in one piece."""
+    rows, columns = (hint(size) for size in matrix.shape[-2:])
+    down, right = (hint(stride) for stride in matrix.stride()[-2:])
+    return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
 
 
 def _form(leaf: object) -> object:
@@ -145,17 +163,20 @@ def _bound(args: Sequence[object]) -> int:
 
 
 def _cpu_extra(call: Callable[[], Any]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    # The older of PyTorch's two profilers: the newer writes two lines to stderr for each run.
+    enable_profiler(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _SETTINGS))
+    try:
         result = call()
+    finally:
+        threads = disable_profiler()
     del result
-    live = peak = retained = 0
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    live = peak = 0
     # The result is freed outside the profile, so what is live at its end is the result.
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-        retained = live
-    return max(0, peak - retained)
+    for event in itertools.chain.from_iterable(threads):
+        if event.kind() == "memory_alloc":
+            live += event.cpu_memory_usage()
+            peak = max(peak, live)
+    return max(0, peak - live)
 
 
 def _cuda_extra(call: Callable[[], Any]) -> int:

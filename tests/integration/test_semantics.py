@@ -356,3 +356,15 @@ def test_the_model_is_left_alone_by_a_failed_compilation() -> None:
     torch._dynamo.reset()
     compile_dtr(module, "min")(x).sum().backward()
     assert all(p.grad is not None for p in module.parameters())
+
+
+def test_an_output_that_is_a_view_inside_can_be_updated() -> None:
+    """The last operator of a graph may be a view; to autograd its result is none."""
+
+    def train(compile_: Compile) -> Observed:
+        x = torch.randn(2, 4, 6, 6, requires_grad=True)
+        out = compile_(lambda t: F.pixel_shuffle(F.pixel_unshuffle(2 * t, 2).tanh(), 2))(x)
+        out.add_(0.25).square().sum().backward()
+        return {"output": out, "gradient": x.grad}
+
+    assert_close(observe_dtr(train, UNBUDGETED), observe(train, lambda target: target))
