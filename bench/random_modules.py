@@ -62,7 +62,7 @@ def main() -> int:
     def attempt(seed: int, what: str, run: Callable[[Case], object]) -> None:
         try:
             word = run(Case(seed))
-            seen[str(word or what)] += 1
+            seen[str(word)] += 1
         except Exception:  # any exception is a finding, to be printed and counted
             moves = fewest_moves(seed, run)
             failed.append(f"{seed} ({what}, {moves} moves)")

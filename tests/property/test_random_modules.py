@@ -30,4 +30,4 @@ def test_modules_that_once_failed(seed: int, moves: int) -> None:
 def test_modules_whose_promise_once_broke_under_inductor(
     seed: int, moves: int, budget: str
 ) -> None:
-    check_inductor(Case(seed, moves), budget)
+    assert check_inductor(Case(seed, moves), budget) == "Inductor"
