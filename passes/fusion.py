@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+
 from dtrcompile.passes.torch_private import (
     NHWC_STRIDE_ORDER,
     AllocateLine,
@@ -27,6 +29,8 @@ from dtrcompile.passes.torch_private import (
     is_match,
     pattern_matcher,
 )
+
+aten = torch.ops.aten
 
 
 def _group(scheduler_node: Any) -> int | None:
@@ -73,9 +77,14 @@ def _run_node_and_realize(graph: Any, node: Any) -> Any:
     """Lower a node; the owner of a storage becomes a buffer.
 
     Near convolutions Inductor prefers channels-last; a buffer made contiguous there would be copied
-    for its reader.
+    for its reader.  That preference is for graphs with convolutions, which the default split's
+    backward never is, and a plan's may be; the gradient of a grouped convolution is left out of it:
+    on a CPU, channels-last, oneDNN writes out the weight as if there were one group.
     """
-    result = _RUN_NODE(graph, node)
+    is_grouped = node.target is aten.convolution_backward.default and node.args[_GROUPS] != 1
+    layout_opt = graph.layout_opt and not is_grouped
+    with mock.patch.object(graph, "layout_opt", layout_opt):
+        result = _RUN_NODE(graph, node)
     if node.meta.get("dtr_realize", False) and isinstance(result, TensorBox):
         if len(result.get_size()) == 4 and node in graph.nodes_prefer_channels_last:
             return ExternKernel.require_stride_order(result, NHWC_STRIDE_ORDER)
@@ -84,6 +93,8 @@ def _run_node_and_realize(graph: Any, node: Any) -> Any:
 
 
 _RUN_NODE = GraphLowering.run_node
+# Which argument of convolution_backward.
+_GROUPS = 9
 
 
 def _channels_last_but_for_inputs(graph: Any) -> Any:
