@@ -145,8 +145,9 @@ def _flush_before_much_is_freed(scheduling: Any) -> bool:
 
 
 _READY_TO_FLUSH = CppScheduling.ready_to_flush
-# What is freed is much if it is this part of all that the graph ever allocates.
-_FUNCTION_SHARE = 1024
+# What is freed is much if it is this part of all that the graph ever allocates.  Each function is
+# one more file for the C++ compiler, which is the larger part of a compilation.
+_FUNCTION_SHARE = 32
 
 
 def _bytes_of(graph: Any, name: str) -> int:
