@@ -23,7 +23,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -175,20 +175,16 @@ def _codegen_names_only(node: Any, index_vars: Any) -> None:
     if not isinstance(V.kernel, CppKernel):
         _CODEGEN(node, index_vars)
         return
-    with mock.patch.object(type(node._body), "bounds", _no_bounds), V.kernel.set_current_node(node):
-        node._body(*index_vars)
+    body = node._body
+    with (
+        mock.patch.object(type(body), "bounds", lambda _: _NO_BOUNDS),
+        V.kernel.set_current_node(node),
+    ):
+        body(*index_vars)
 
 
 _CODEGEN = SchedulerNode.codegen
-
-
-class _NoBounds:
-    def get_bounds(self) -> dict[fx.Node, Any]:
-        return {}
-
-
-def _no_bounds(body: object) -> _NoBounds:  # noqa: ARG001
-    return _NoBounds()
+_NO_BOUNDS = SimpleNamespace(get_bounds=dict)
 
 
 @contextlib.contextmanager
