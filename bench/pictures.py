@@ -6,9 +6,10 @@
   2 √N and log2 N + 4 tensors.  Checkpoints show as horizontal lines, segments that are computed
   again as triangles, the gradient as the line that comes down at the end.  Beside DTR, the binomial
   schedule with the same memory.
+* Step time against peak, one curve a method (`rivals`), from the rows in bench/results.
 
 The same programs give the same bytes, on one version of matplotlib.  The figures that the curves
-are drawn from are printed.
+of planners are drawn from are printed.
 
     python -m bench.pictures [--folder docs/pictures] [--quick]
 """
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.rivals_rows import draw_all, read_rows
 from bench.synthetic import training_chain, transformer, unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.plan import Compute, Free, Plan
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+_RIVALS = Path(__file__).resolve().parent / "results" / "rivals-cpu.jsonl"
 
 # Name in the legend -> planner and options.  A new planner is one line.
 CURVES: dict[str, tuple[str, dict[str, object]]] = {
@@ -238,6 +241,7 @@ def make_pictures(folder: Path, quick: bool) -> None:
         ("treeverse", "treeverse", make_planner("treeverse", way="linearized", window=1)),
     ):
         save(draw_traces(planner, chains, name), folder / f"trace-{file}.png")
+    draw_all(folder, read_rows(_RIVALS), save)
 
 
 def main() -> int:

@@ -60,7 +60,7 @@ from bench.measure import (
     write_json_line,
 )
 from bench.pictures import save
-from bench.rivals_rows import HEADER, Row, draw_all, summarize, table
+from bench.rivals_rows import HEADER, Row, draw_all, read_rows, summarize, table
 from bench.zoo import SCALES, ZOO, ZooModel
 from dtrcompile.backend import dtr
 from dtrcompile.demo.memory import static_bytes, trace_step
@@ -586,30 +586,28 @@ def in_process(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, A
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
-def run_model(name: str, arguments: argparse.Namespace) -> list[Row]:
-    """The rows of one model; a crash is one more."""
+def run_model(name: str, arguments: argparse.Namespace, keep: Callable[[Row], None]) -> list[Row]:
+    """The rows of one model; a crash is one more.
+
+    Args:
+        keep: is handed each row as it comes, and again when its step has been timed, so that a run
+            that is stopped loses nothing.
+    """
     rows: dict[tuple[str, str, str], Row] = {}
+
+    def tell(row: Row) -> None:
+        rows[row.key] = row
+        keep(row)
+
     try:
         for record in in_process(name, arguments):
             row = Row.from_json(record)
             if row.key not in rows:
                 say("  ".join(row.cells(None)) + (f"  {row.reason}" if row.reason else ""))
-            rows[row.key] = row
+            tell(row)
     except subprocess.CalledProcessError as error:
         reason = f"the process ended with status {error.returncode}"
-        rows[(name, "process", "")] = Row(name, "process", status="failed", reason=reason)
-    return list(rows.values())
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a file of `--out`; of equal ones the last."""
-    rows: dict[tuple[str, str, str], Row] = {}
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            record = json.loads(line)
-            if record.get("bench") == "rivals":
-                row = Row.from_json(record)
-                rows[row.key] = row
+        tell(Row(name, "process", status="failed", reason=reason))
     return list(rows.values())
 
 
@@ -646,12 +644,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         rows = []
         described = description(torch.device(arguments.device))
+
+        def keep(row: Row) -> None:
+            record = {"bench": "rivals", **row.to_json(), "cold": arguments.cold}
+            write_json_line(arguments.out, {**record, "machine": described})
+
         for name in models_there(arguments):
             say(name)
-            for row in run_model(name, arguments):
-                rows.append(row)
-                record = {"bench": "rivals", **row.to_json(), "cold": arguments.cold}
-                write_json_line(arguments.out, {**record, "machine": described})
+            rows += run_model(name, arguments, keep)
     print(format_table(HEADER, table(rows)))
     for row in rows:
         if row.reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -121,6 +122,18 @@ class Row:
         if isinstance(known.get("gradient_error"), str):
             known["gradient_error"] = float(known["gradient_error"])
         return Row(**known)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file of `bench.rivals --out`; of equal ones the last."""
+    rows: dict[tuple[str, str, str], Row] = {}
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            record = json.loads(line)
+            if record.get("bench") == "rivals":
+                row = Row.from_json(record)
+                rows[row.key] = row
+    return list(rows.values())
 
 
 def _mib(size_bytes: int | None) -> str:
