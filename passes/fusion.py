@@ -97,17 +97,39 @@ _RUN_NODE = GraphLowering.run_node
 _GROUPS = 9
 
 
-def _channels_last_but_for_inputs(graph: Any) -> Any:
-    """Which nodes Inductor had better make channels-last; inputs that are saved stay as they are.
+def _images_channels_last(graph: Any) -> Any:
+    """Which nodes Inductor had better make channels-last.
 
-    It would save a channels-last copy of each convolution's weight for backward, beside the weight
-    itself.  The copy that a convolution needs is made where it runs.
+    Not inputs that are saved: it would save a channels-last copy of each convolution's weight for
+    backward, beside the weight itself.  The copy that a convolution needs is made where it runs.
+
+    And not what only a permutation or a view separates from a convolution: its dimensions mean
+    something else.  In ConvNeXt the channels are last already where the linear layers run; what is
+    made "channels-last" there is copied by each product.
     """
+    nodes = graph.module.graph.nodes
+    images = set()
+    for node in reversed(nodes):
+        is_near = node.target in _CONVOLUTIONS or any(user in images for user in node.users)
+        if is_near and node.target not in _REARRANGING:
+            images.add(node)
+    for node in nodes:
+        if node in images or node.target in _CONVOLUTIONS:
+            images.update(user for user in node.users if user.target not in _REARRANGING)
     (out,) = graph.module.graph.find_nodes(op="output")
     saved_inputs = {n for n in out.all_input_nodes if n.op == "placeholder"}
-    return _PREFER_CHANNELS_LAST(graph) - saved_inputs
+    return _PREFER_CHANNELS_LAST(graph) & images - saved_inputs
 
 
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+_REARRANGING = (
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+)
 _PREFER_CHANNELS_LAST = GraphLowering.find_nodes_prefer_channels_last
 
 
@@ -179,9 +201,7 @@ def keep_plan_order() -> Iterator[None]:
         V.set_choices_handler(veto()),
         mock.patch.object(pattern_matcher, "is_match", _in_one_place),
         mock.patch.object(GraphLowering, "run_node", _run_node_and_realize),
-        mock.patch.object(
-            GraphLowering, "find_nodes_prefer_channels_last", _channels_last_but_for_inputs
-        ),
+        mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", _images_channels_last),
         mock.patch.object(AllocateLine, "should_reuse_buffer", _reuse_at_once),
         mock.patch.object(CppScheduling, "ready_to_flush", _flush_before_much_is_freed),
     ):
