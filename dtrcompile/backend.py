@@ -47,6 +47,7 @@ from dtrcompile.passes.pipeline import (
 from dtrcompile.passes.plan import Boundary
 from dtrcompile.passes.planners import make_planner
 from dtrcompile.passes.program import StorageKind
+from dtrcompile.passes.repairs import repaired
 from dtrcompile.passes.schedule import Wrapper, copied_module, remembering_strides
 from dtrcompile.passes.torch_private import (
     CompiledFxGraph,
@@ -405,7 +406,7 @@ def _inner_compile(
     if kwargs.get("is_inference", False):
         gm = _plan_inference(session, gm)
     as_planned = planned_config() if is_planned(gm) else contextlib.nullcontext()
-    with remembering_strides(), as_planned:
+    with remembering_strides(), repaired(), as_planned:
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
     if session.options.verify and isinstance(compiled, CompiledFxGraph):
         _check_final(session, gm, compiled, is_backward=bool(kwargs.get("is_backward", False)))

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.nodes import hint
+from dtrcompile.passes.repairs import repaired
 from dtrcompile.passes.torch_private import (
     BoxedBool,
     CppKernel,
@@ -128,6 +129,7 @@ def lower(
         torch.utils._python_dispatch._disable_current_modes(),
         DebugContext(),
         remembering_strides(),
+        repaired(),
         _without_collector(),
         mock.patch.object(SchedulerNode, "codegen", _codegen_names_only),
         mock.patch.object(GraphLowering, "compile_to_module", stop),

@@ -65,6 +65,7 @@ from torch._inductor.codegen import cpp as cpp_codegen
 from torch._inductor.codegen.cpp import CppKernel, CppScheduling, CppVecKernel
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.ir import NHWC_STRIDE_ORDER, ExternKernel, TensorBox
+from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import BoxedBool, count_tangents, fresh_cache

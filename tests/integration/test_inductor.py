@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import Scheduler
 
 import dtrcompile
 from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
@@ -486,3 +488,48 @@ def test_what_is_permuted_beside_a_convolution_is_not_copied() -> None:
     peak_bytes = live_peak_bytes(step) + static_bytes(module, x)
     (report,) = dtrcompile.reports()
     assert peak_bytes <= report.promised_peak_bytes < 0.5 * report.baseline_peak_bytes
+
+
+class _Upsampled(nn.Module):
+    """The gradient of its upsampling is a scatter, which two convolutions' gradients read."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, channels)
+        self.long = nn.Conv2d(channels, channels, 3, padding=1)
+        self.short = nn.Conv2d(channels, channels, 1)
+        self.out = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (self.short(x) + self.long(F.silu(self.norm(x)))) / 1.0
+        return self.out(F.interpolate(y, scale_factor=2.0, mode="nearest")).square().mean()
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_what_a_scatter_wrote_is_read_after_it(budget: str) -> None:
+    """Inductor forgets, for loops that it fuses, that what they read was written into."""
+    torch.manual_seed(SEED)
+    module, x = _Upsampled(16), torch.randn(2, 16, 8, 8, requires_grad=True)
+    module(x).backward()
+    eager = gradients_of(module)
+    module.zero_grad(set_to_none=True)
+    forgotten: list[str] = []
+    mutations = 0
+
+    def codegen(scheduler: Any) -> Any:
+        nonlocal mutations
+        for fused in scheduler.nodes:
+            for node in fused.get_nodes():
+                names = {dep.name for dep in node.read_writes.reads}
+                mutations += len(node.mutation_renames)
+                forgotten.extend(names & node.mutation_renames.keys())
+        return _CODEGEN(scheduler)
+
+    with mock.patch.object(Scheduler, "codegen", codegen):
+        compile_dtr(module, budget, compiler="inductor")(x).backward()
+    assert mutations
+    assert not forgotten
+    assert relative_error(gradients_of(module), eager) < 1e-5
+
+
+_CODEGEN = Scheduler.codegen
