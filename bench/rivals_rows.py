@@ -155,6 +155,8 @@ class Summary:
     """What the rows of one model answer; None where a row that it takes is missing.
 
     Attributes:
+        static_bytes: parameters, buffers and inputs, which no method can do without; gradients are
+            not in it.
         dtr_bytes, memory_budget_bytes, blocks_bytes, selective_bytes: the smallest peak that
             trained.
         step_ratio: the fastest dtr step within the blocks' peak / the blocks' step.
@@ -166,6 +168,7 @@ class Summary:
     """
 
     model: str
+    static_bytes: int | None
     dtr_bytes: int | None
     memory_budget_bytes: int | None
     blocks_bytes: int | None
@@ -184,7 +187,8 @@ class Summary:
             f"{self.model}: smallest peak that trains, MiB: dtr {_mib(self.dtr_bytes)},"
             f" activation_memory_budget {_mib(self.memory_budget_bytes)},"
             f" per-block checkpoints {_mib(self.blocks_bytes)},"
-            f" selective {_mib(self.selective_bytes)}"
+            f" selective {_mib(self.selective_bytes)};"
+            f" parameters, buffers and inputs {_mib(self.static_bytes)}"
         )
         if self.dtr_bytes is not None and self.memory_budget_bytes is not None:
             peaks += f"; dtr / best budget {self.dtr_bytes / self.memory_budget_bytes:.2f}"
@@ -223,6 +227,7 @@ def _summary(model: str, rows: Sequence[Row]) -> Summary:
     offs = [off for row in ours if (off := _promise_off(row)) is not None]
     return Summary(
         model,
+        next((row.static_bytes for row in rows if row.static_bytes is not None), None),
         smallest(ours),
         smallest(measured("memory_budget")),
         smallest(blocks),
