@@ -20,6 +20,8 @@ def repaired() -> contextlib.AbstractContextManager[Any]:
     names (``SchedulerNode.recompute_size_and_body``; torch 2.13: unless it reads something else by
     a dependency of its own making).  The loop may then run before the scatter, and read zeros: in
     the backward of a U-Net, whose nearest upsampling is such a scatter, half of the gradients.
+    PyTorch's pull request 185873 is about this (issue 185509 has it with max pooling), 177816 about
+    the dependencies of its own making; 2.13 has the second.
     """
     return mock.patch.object(SchedulerNode, "recompute_size_and_body", _recompute_and_rename)
 
