@@ -433,6 +433,19 @@ def test_caches_never_serve_another_budget(tmp_path: Path) -> None:
         assert again_reported == reported == 1
 
 
+def _peak_of_a_step(module: nn.Module, x: torch.Tensor, budget: str) -> int:
+    """The allocator's peak of a step that is not the first, parameters and input included."""
+    compiled = compile_dtr(module, budget, compiler="inductor")
+
+    def step() -> None:
+        out = compiled(x)
+        out.backward(torch.ones_like(out))
+
+    step()
+    module.zero_grad(set_to_none=True)
+    return live_peak_bytes(step) + static_bytes(module, x)
+
+
 def test_gradients_of_grouped_convolutions_stay_small() -> None:
     """Channels-last, oneDNN would write out their weights as if there were one group."""
     torch.manual_seed(SEED)
@@ -443,15 +456,7 @@ def test_gradients_of_grouped_convolutions_stay_small() -> None:
         for layer in (nn.Conv2d(channels, channels, 7, padding=3, groups=channels), nn.GELU())
     ]
     module, x = nn.Sequential(*layers), torch.randn(4, channels, 16, 16)
-    compiled = compile_dtr(module, "70%", compiler="inductor")
-
-    def step() -> None:
-        out = compiled(x)
-        out.backward(torch.ones_like(out))
-
-    step()
-    module.zero_grad(set_to_none=True)
-    peak_bytes = live_peak_bytes(step) + static_bytes(module, x)
+    peak_bytes = _peak_of_a_step(module, x, "70%")
     (report,) = dtrcompile.reports()
     assert report.recomputed_runs > 0
     assert peak_bytes <= report.promised_peak_bytes
@@ -477,15 +482,7 @@ def test_what_is_permuted_beside_a_convolution_is_not_copied() -> None:
     """Made "channels-last", each argument of a product would be one more copy: 0.54."""
     torch.manual_seed(SEED)
     module, x = nn.Sequential(*(_PermutedBlock(8) for _ in range(3))), torch.randn(2, 8, 32, 32)
-    compiled = compile_dtr(module, "min", compiler="inductor")
-
-    def step() -> None:
-        out = compiled(x)
-        out.backward(torch.ones_like(out))
-
-    step()
-    module.zero_grad(set_to_none=True)
-    peak_bytes = live_peak_bytes(step) + static_bytes(module, x)
+    peak_bytes = _peak_of_a_step(module, x, "min")
     (report,) = dtrcompile.reports()
     assert peak_bytes <= report.promised_peak_bytes < 0.5 * report.baseline_peak_bytes
 
