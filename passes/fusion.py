@@ -114,7 +114,7 @@ def _images_channels_last(graph: Any) -> Any:
         if is_near and node.target not in _REARRANGING:
             images.add(node)
     for node in nodes:
-        if node in images or node.target in _CONVOLUTIONS:
+        if node in images:
             images.update(user for user in node.users if user.target not in _REARRANGING)
     (out,) = graph.module.graph.find_nodes(op="output")
     saved_inputs = {n for n in out.all_input_nodes if n.op == "placeholder"}

@@ -463,6 +463,10 @@ def _results(compiled: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
     return list(results) if isinstance(results, tuple) else [results]
 
 
+def _as_it_is(target: Callable[..., Any]) -> Callable[..., Any]:
+    return target
+
+
 def check(case: Case, budget: object) -> str:
     """Check a module on the eager executor; returns what was seen, in a word or two.
 
@@ -471,14 +475,14 @@ def check(case: Case, budget: object) -> str:
     """
     module, _ = case.made()
     try:
-        plain = observe(case.steps, lambda target: target)
+        plain = observe(case.steps, _as_it_is)
     except RuntimeError:
         return "refused by PyTorch"
     if all(gradient is None for gradient in plain["gradients"].values()):
         return "nothing to train"
     expected = observe_dtr(case.steps, UNBUDGETED)
     if not module.draws:
-        compile_: Compile = lambda target: target  # noqa: E731
+        compile_: Compile = _as_it_is
         if module.is_rounded:
             # PyTorch's decompositions round to bfloat16 where its kernels do not.
             compile_ = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
@@ -526,7 +530,7 @@ def check_inductor(case: Case, budget: object) -> str:
         What was seen, in a word or two.
     """
     try:
-        observe(case.steps, lambda target: target)
+        observe(case.steps, _as_it_is)
     except RuntimeError:
         return "refused by PyTorch"
     plain = observe(case.steps, torch.compile)
