@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import torch
-
+from dtrcompile.passes.layouts import images_channels_last, lowered_in
 from dtrcompile.passes.torch_private import (
     NHWC_STRIDE_ORDER,
     AllocateLine,
@@ -29,8 +28,6 @@ from dtrcompile.passes.torch_private import (
     is_match,
     pattern_matcher,
 )
-
-aten = torch.ops.aten
 
 
 def _group(scheduler_node: Any) -> int | None:
@@ -77,13 +74,9 @@ def _run_node_and_realize(graph: Any, node: Any) -> Any:
     """Lower a node; the owner of a storage becomes a buffer.
 
     Near convolutions Inductor prefers channels-last; a buffer made contiguous there would be copied
-    for its reader.  That preference is for graphs with convolutions, which the default split's
-    backward never is, and a plan's may be; the gradient of a grouped convolution is left out of it:
-    on a CPU, channels-last, oneDNN writes out the weight as if there were one group.
+    for its reader.
     """
-    is_grouped = node.target is aten.convolution_backward.default and node.args[_GROUPS] != 1
-    as_given = mock.patch.object(graph, "layout_opt", False)
-    with as_given if is_grouped else contextlib.nullcontext():
+    with lowered_in(graph, node):
         result = _RUN_NODE(graph, node)
     if node.meta.get("dtr_realize", False) and isinstance(result, TensorBox):
         if len(result.get_size()) == 4 and node in graph.nodes_prefer_channels_last:
@@ -93,44 +86,6 @@ def _run_node_and_realize(graph: Any, node: Any) -> Any:
 
 
 _RUN_NODE = GraphLowering.run_node
-# Which argument of convolution_backward.
-_GROUPS = 9
-
-
-def _images_channels_last(graph: Any) -> Any:
-    """Which nodes Inductor had better make channels-last.
-
-    Not inputs that are saved: it would save a channels-last copy of each convolution's weight for
-    backward, beside the weight itself.  The copy that a convolution needs is made where it runs.
-
-    And not what only a permutation or a view separates from a convolution: its dimensions mean
-    something else.  In ConvNeXt the channels are last already where the linear layers run; what is
-    made "channels-last" there is copied by each product.
-    """
-    nodes = graph.module.graph.nodes
-    images = set()
-    for node in reversed(nodes):
-        is_near = node.target in _CONVOLUTIONS or any(user in images for user in node.users)
-        if is_near and node.target not in _REARRANGING:
-            images.add(node)
-    for node in nodes:
-        if node in images:
-            images.update(user for user in node.users if user.target not in _REARRANGING)
-    (out,) = graph.module.graph.find_nodes(op="output")
-    saved_inputs = {n for n in out.all_input_nodes if n.op == "placeholder"}
-    return _PREFER_CHANNELS_LAST(graph) & images - saved_inputs
-
-
-_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-_REARRANGING = (
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-)
-_PREFER_CHANNELS_LAST = GraphLowering.find_nodes_prefer_channels_last
 
 
 def _reuse_at_once(line: Any, free_line: Any, size: int) -> bool:  # noqa: ARG001
@@ -201,7 +156,7 @@ def keep_plan_order() -> Iterator[None]:
         V.set_choices_handler(veto()),
         mock.patch.object(pattern_matcher, "is_match", _in_one_place),
         mock.patch.object(GraphLowering, "run_node", _run_node_and_realize),
-        mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", _images_channels_last),
+        mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", images_channels_last),
         mock.patch.object(AllocateLine, "should_reuse_buffer", _reuse_at_once),
         mock.patch.object(CppScheduling, "ready_to_flush", _flush_before_much_is_freed),
     ):

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from dtrcompile.passes.capture import Captured, output_arguments
 from dtrcompile.passes.emit import Emitted, lower_frees
 from dtrcompile.passes.fusion import keep_plan_order
+from dtrcompile.passes.layouts import can_use_room
 from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.nodes import Role, hint, role, value
 from dtrcompile.passes.pipeline import (
@@ -145,6 +146,9 @@ class InductorModel(MemoryModel):
         if not self.is_checked_later or _is_symbolic(captured):
             return None
         return RefereeModel().measure(captured, None, stats)
+
+    def can_use_room(self, captured: Captured) -> bool:
+        return can_use_room(g for g in (captured.forward, captured.backward) if g is not None)
 
     def workspaces(self, captured: Captured) -> dict[int, int]:
         found: dict[int, int] = {}

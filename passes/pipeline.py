@@ -21,6 +21,7 @@ from torch import fx
 from dtrcompile.passes.capture import Captured
 from dtrcompile.passes.emit import Emitted, emit
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.layouts import give_room
 from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.plan import Plan, refuse_copies
 from dtrcompile.passes.planners import minimum_plan
@@ -46,6 +47,8 @@ NOTHING: Mapping[int, int] = MappingProxyType({})
 # that one is worth lowering if it saves this share of the compute.
 _GOOD_FILL = 0.97
 _WORTHWHILE = 0.005
+# One kernel may be given this part of the budget for its speed, where a plan is found all the same.
+_ROOM_SHARE = 6
 # A budget so many times a guess is ample; schedules of default splits hold 0.6 to 1.3 of theirs.
 AMPLE = 2
 
@@ -67,6 +70,10 @@ class MemoryModel(ABC):
             stats: the referee's, of each operator once.
         """
         return None
+
+    def can_use_room(self, captured: Captured) -> bool:  # noqa: ARG002
+        """Whether a kernel could be faster if it held more inside (see `layouts`)."""
+        return False
 
     def workspaces(self, captured: Captured) -> Mapping[int, int]:  # noqa: ARG002
         """Operator -> what its library calls hold inside, in the layouts that were traced."""
@@ -199,7 +206,9 @@ class _Fit:
         self.lowering_s = 0.0
         # Residuals that hold in any plan: what the default split's library calls were seen to need.
         self.workspaces: Mapping[int, int] = NOTHING
-        self.candidates: dict[Plan, Candidate] = {}
+        # What one kernel may hold inside for the sake of its speed.
+        self.room_bytes = 0
+        self.candidates: dict[tuple[Plan, int], Candidate] = {}
         self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Plan | None] = {}
 
     def run(
@@ -266,9 +275,11 @@ class _Fit:
 
     def try_plan(self, plan: Plan) -> Candidate:
         """Emit, verify and measure a plan, once."""
-        if plan not in self.candidates:
+        key = plan, self.room_bytes
+        if key not in self.candidates:
             timeline, stats = replay(self.program, plan)
             emitted = emit(self.captured, plan)
+            give_room([g for g in (emitted.forward, emitted.backward) if g], self.room_bytes)
             verify_emitted(self.captured, plan, timeline, emitted)
             start = time.perf_counter()
             measured = self.model.measure(self.captured, emitted, stats)
@@ -280,8 +291,8 @@ class _Fit:
                 measured.peak_bytes,
                 stats.overhead,
             )
-            self.candidates[plan] = Candidate(plan, timeline, stats, emitted, measured)
-        return self.candidates[plan]
+            self.candidates[key] = Candidate(plan, timeline, stats, emitted, measured)
+        return self.candidates[key]
 
     def plan_for(self, target_bytes: int, known: Mapping[int, int]) -> Plan | None:
         """The planner's answer for a target, None where it has none.
@@ -333,9 +344,13 @@ class _Fit:
         likely_bytes = (baseline_planned_bytes + baseline_bytes) // 2
         target = budget_bytes * likely_bytes // max(baseline_bytes, 1)
         target = min(target, budget_bytes, baseline_planned_bytes - 1)
-        best = self.search(budget_bytes, target, baseline_planned_bytes, range(_MOST_ROUNDS))
-        if best is not None:
-            return best
+        rooms = [0]
+        if self.model.can_use_room(self.captured):
+            rooms = [budget_bytes // _ROOM_SHARE, 0]
+        for self.room_bytes in rooms:
+            best = self.search(budget_bytes, target, baseline_planned_bytes, range(_MOST_ROUNDS))
+            if best is not None:
+                return best
         smallest = self.smallest()
         if self.peak(smallest) > budget_bytes:
             # The compiler can make more of every plan than of the default split.

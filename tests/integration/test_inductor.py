@@ -23,6 +23,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import Scheduler
 
 import dtrcompile
+from dtrcompile.passes import layouts
 from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
 from dtrcompile.passes.inductor import InductorModel
 from dtrcompile.passes.measured import Measured
@@ -446,21 +447,38 @@ def _peak_of_a_step(module: nn.Module, x: torch.Tensor, budget: str) -> int:
     return live_peak_bytes(step) + static_bytes(module, x)
 
 
-def test_gradients_of_grouped_convolutions_stay_small() -> None:
-    """Channels-last, oneDNN would write out their weights as if there were one group."""
+@pytest.mark.parametrize(
+    ("depth", "shape", "is_fast"),
+    [(3, (4, 64, 16, 16), False), (8, (8, 16, 32, 32), True)],
+    ids=["weights are large", "there is room"],
+)
+def test_gradients_of_grouped_convolutions_get_the_room_there_is(
+    depth: int, shape: tuple[int, ...], is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels-last is faster, but oneDNN pads the weight of each group to a block of channels."""
+    chosen = []
+    fits = layouts._fits_channels_last
+
+    def fits_and_tell(node: torch.fx.Node) -> bool:
+        chosen.append(fits(node))
+        return chosen[-1]
+
+    monkeypatch.setattr(layouts, "_fits_channels_last", fits_and_tell)
     torch.manual_seed(SEED)
-    channels = 64
+    channels = shape[1]
     layers = [
         layer
-        for _ in range(3)
+        for _ in range(depth)
         for layer in (nn.Conv2d(channels, channels, 7, padding=3, groups=channels), nn.GELU())
     ]
-    module, x = nn.Sequential(*layers), torch.randn(4, channels, 16, 16)
+    module, x = nn.Sequential(*layers), torch.randn(shape)
     peak_bytes = _peak_of_a_step(module, x, "70%")
     (report,) = dtrcompile.reports()
     assert report.recomputed_runs > 0
     assert peak_bytes <= report.promised_peak_bytes
     assert report.promised_peak_bytes < report.baseline_peak_bytes
+    assert chosen
+    assert set(chosen) == {is_fast}
 
 
 class _PermutedBlock(nn.Module):
