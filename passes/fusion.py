@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from dtrcompile.passes.layouts import images_channels_last, lowered_in
+from dtrcompile.passes.layouts import images_channels_last, lowered_in, prefers_channels_last
 from dtrcompile.passes.torch_private import (
     NHWC_STRIDE_ORDER,
     AllocateLine,
@@ -156,6 +156,7 @@ def keep_plan_order() -> Iterator[None]:
         V.set_choices_handler(veto()),
         mock.patch.object(pattern_matcher, "is_match", _in_one_place),
         mock.patch.object(GraphLowering, "run_node", _run_node_and_realize),
+        mock.patch.object(GraphLowering, "decide_layout_opt", staticmethod(prefers_channels_last)),
         mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", images_channels_last),
         mock.patch.object(AllocateLine, "should_reuse_buffer", _reuse_at_once),
         mock.patch.object(CppScheduling, "ready_to_flush", _flush_before_much_is_freed),

@@ -31,11 +31,24 @@ _REARRANGING = (
     aten.reshape.default,
 )
 _PREFER_CHANNELS_LAST = GraphLowering.find_nodes_prefer_channels_last
+_DECIDE = GraphLowering.decide_layout_opt
 # Which arguments of convolution_backward: the gradient, the images, and how many groups.
 _IMAGES = (0, 1)
 _GROUPS = 9
 # What a kernel may hold inside for the sake of its speed.
-_ROOM = "dtr_room_bytes"
+ROOM = "dtr_room_bytes"
+
+
+def prefers_channels_last(gm: fx.GraphModule, *, is_inference: bool) -> bool:
+    """Whether Inductor had better make images channels-last in a graph.
+
+    It looks at convolutions alone; on a CPU, gradients that were given room gain as much.
+    """
+    return _DECIDE(gm, is_inference=is_inference) or any(
+        _fits_channels_last(node)
+        for node in gm.graph.nodes
+        if ROOM in node.meta and _device(node).type == "cpu"
+    )
 
 
 def images_channels_last(graph: Any) -> Any:
@@ -71,8 +84,8 @@ def give_room(graphs: Iterable[fx.GraphModule], room_bytes: int) -> None:
     """Let each kernel that can use it hold so much inside."""
     for gm in graphs:
         for node in gm.graph.nodes:
-            if _is_grouped_gradient(node):
-                node.meta[_ROOM] = room_bytes
+            if room_bytes and _is_grouped_gradient(node):
+                node.meta[ROOM] = room_bytes
 
 
 def lowered_in(graph: Any, node: fx.Node) -> contextlib.AbstractContextManager[Any]:
@@ -91,6 +104,11 @@ def _is_grouped_gradient(node: fx.Node) -> bool:
     return node.target is aten.convolution_backward.default and node.args[_GROUPS] != 1
 
 
+def _device(node: fx.Node) -> torch.device:
+    gradient: Any = value(node.args[0])
+    return torch.device(gradient.device)
+
+
 def _fits_channels_last(node: fx.Node) -> bool:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value)
     images = [args[i] for i in _IMAGES]
@@ -105,4 +123,4 @@ def _fits_channels_last(node: fx.Node) -> bool:
         )
         for layout in (torch.contiguous_format, torch.channels_last)
     )
-    return channels_last_bytes <= max(contiguous_bytes, node.meta.get(_ROOM, 0))
+    return channels_last_bytes <= max(contiguous_bytes, node.meta.get(ROOM, 0))

@@ -49,6 +49,8 @@ _GOOD_FILL = 0.97
 _WORTHWHILE = 0.005
 # One kernel may be given this part of the budget for its speed, where a plan is found all the same.
 _ROOM_SHARE = 6
+# That much of a step may be computed again for it.
+_ROOM_COST = 0.1
 # A budget so many times a guess is ample; schedules of default splits hold 0.6 to 1.3 of theirs.
 AMPLE = 2
 
@@ -349,7 +351,7 @@ class _Fit:
             rooms = [budget_bytes // _ROOM_SHARE, 0]
         for self.room_bytes in rooms:
             best = self.search(budget_bytes, target, baseline_planned_bytes, range(_MOST_ROUNDS))
-            if best is not None:
+            if best is not None and (not self.room_bytes or self.is_room_worth_it(best, target)):
                 return best
         smallest = self.smallest()
         if self.peak(smallest) > budget_bytes:
@@ -360,6 +362,14 @@ class _Fit:
             (c for c in self.candidates.values() if self.peak(c) <= budget_bytes),
             key=lambda c: c.stats.cost_ns,
         )
+
+    def is_room_worth_it(self, candidate: Candidate, target_bytes: int) -> bool:
+        """Whether little was computed again for what kernels may hold inside for their speed."""
+        without = self.plan_for(target_bytes, self.workspaces)
+        if without is None:
+            return True
+        extra_ns = candidate.stats.cost_ns - replay(self.program, without)[1].cost_ns
+        return extra_ns <= _ROOM_COST * self.program.cost_ns
 
     def search(
         self, budget_bytes: int, target: int, high: int, rounds: Iterable[int]

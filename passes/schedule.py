@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrcompile.passes.errors import VerificationError
+from dtrcompile.passes.layouts import ROOM
 from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.nodes import hint
 from dtrcompile.passes.repairs import repaired
@@ -242,7 +243,7 @@ _MOST_LOWERED = 64
 _LOCK = threading.Lock()
 
 
-_MARKS = ("dtr_step", "dtr_operator", "dtr_group", "dtr_realize")
+_MARKS = ("dtr_step", "dtr_operator", "dtr_group", "dtr_realize", ROOM)
 
 
 def _lowering_key(gm: fx.GraphModule, example_inputs: Sequence[object], rest: object) -> str:
