@@ -91,9 +91,9 @@ def give_room(graphs: Iterable[fx.GraphModule], room_bytes: int) -> None:
 def lowered_in(graph: Any, node: fx.Node) -> contextlib.AbstractContextManager[Any]:
     """A context that lowers a node in the layout that is best for it.
 
-    The gradient of a grouped convolution is computed two to three times faster channels-last, but
-    on a CPU oneDNN then pads each group of the weight to a block of 16 by 16 channels: 256 times a
-    depthwise weight.  That is worth it only where there is room.
+    The gradient of a grouped convolution is computed much faster channels-last, but on a CPU oneDNN
+    then pads each group of the weight to a block of, say, 16 by 16 channels: 256 times a depthwise
+    weight.  That is worth it only where there is room.
     """
     if _is_grouped_gradient(node) and not _fits_channels_last(node):
         return mock.patch.object(graph, "layout_opt", False)
