@@ -8,7 +8,7 @@ bytes that nobody planned.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -88,16 +88,24 @@ def give_room(graphs: Iterable[fx.GraphModule], room_bytes: int) -> None:
                 node.meta[ROOM] = room_bytes
 
 
-def lowered_in(graph: Any, node: fx.Node) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def lowered_in(graph: Any, node: fx.Node) -> Iterator[None]:
     """A context that lowers a node in the layout that is best for it.
 
     The gradient of a grouped convolution is computed much faster channels-last, but on a CPU oneDNN
     then pads each group of the weight to a block of, say, 16 by 16 channels: 256 times a depthwise
     weight.  That is worth it only where there is room.
     """
-    if _is_grouped_gradient(node) and not _fits_channels_last(node):
-        return mock.patch.object(graph, "layout_opt", False)
-    return contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        if _is_grouped_gradient(node) and not _fits_channels_last(node):
+            # Inductor then asks for the strides that were traced, which in torch 2.11 are
+            # channels-last for depthwise convolutions, whatever their images are.
+            stack.enter_context(mock.patch.object(graph, "layout_opt", False))
+            for image in (node.args[i] for i in _IMAGES):
+                assert isinstance(image, fx.Node)
+                traced: Any = value(image)
+                stack.enter_context(mock.patch.dict(image.meta, val=traced.contiguous()))
+        yield
 
 
 def _is_grouped_gradient(node: fx.Node) -> bool:
