@@ -216,11 +216,15 @@ class _Builder:
 
 @dataclass(frozen=True, slots=True)
 class CheckmateReference:
-    """What the file says of one budget; the optimum is None where the solver proved none."""
+    """What the file says of one budget; the optimum is None where the solver proved none.
+
+    ``milp_s`` is how long the solver took on the machine that made the file.
+    """
 
     budget_bytes: int
     milp_overhead: float | None
     milp_status: str
+    milp_s: float | None
     lp_lower_bound: float | None
     simrd_overhead: dict[str, float]
 
@@ -275,6 +279,7 @@ def from_checkmate_json(path: Path) -> tuple[Program, tuple[CheckmateReference, 
                 entry.get("budget_bytes", int),
                 None if overhead is None or status == "infeasible" else float(overhead),
                 status,
+                milp.get("solve_s", float, default=None),
                 entry.get("lp_lower_bound", float, default=None),
                 {name: run["overhead"] for name, run in runs.items() if run["status"] == "ok"},
             )

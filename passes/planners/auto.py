@@ -4,7 +4,8 @@ Staging DTR (Kirisame et al., ICLR 2021) makes each run of it cheap and its resu
 candidates are known before the first step is taken.  No heuristic wins on every graph, so a few
 are run, and each record is polished by `improve`.  The best of them are the seeds of a local
 search over retention intervals (`search`), which gets what is left of the time.  The least cost
-wins, then the lower peak, then the order of the candidates.
+wins, then the lower peak, then the order of the candidates.  A plan that is proven to be optimal
+(`cover`) ends it all.
 
 The amount of work is fixed by the program and the options, never by a clock: `planning_s` is
 turned into units of work, so the same program and options give the same plan on every machine and
@@ -35,6 +36,7 @@ from dtrcompile.passes.index import ProgramIndex
 from dtrcompile.passes.plan import Plan
 from dtrcompile.passes.planners.base import Planner, keep_all, lower_bound_bytes
 from dtrcompile.passes.planners.chains import binomial_seed
+from dtrcompile.passes.planners.cover import least_cost_ns
 from dtrcompile.passes.planners.improve import Schedule, keep_what_fits, schedule_of
 from dtrcompile.passes.planners.intervals import Intervals
 from dtrcompile.passes.planners.search import Search
@@ -81,6 +83,8 @@ _WALK_LIMIT = 64
 # Where no candidate fits: so much more is tried, and lowered in so many steps.
 _LOOSER_PERCENT = (115, 160)
 _SQUEEZES = 8
+# The plan of a larger program is hardly ever proven to be optimal, however near it is.
+_PROVABLE = 2_000
 # For searching the smallest budget, that part of the work must do.
 _QUICK = 4
 # Where no candidate fits, at least so many are tried.
@@ -145,24 +149,23 @@ class AutoPlanner(Planner):
             InfeasibleBudgetError: if there is none.
         """
         work = self._work(index)
-        chain = binomial_seed(index, budget_bytes)
-        if chain is not None and self.first_fit:
-            return chain
-        seeds = self._seeds(index, budget_bytes, int(_CANDIDATE_SHARE * work))
-        if self.first_fit and seeds:
+        if self.first_fit:
+            return self._first_schedule(index, budget_bytes, work)
+        least_ns = 0
+        if index.n_operators <= _PROVABLE:
+            least_ns = least_cost_ns(index, budget_bytes)
+        seeds = self._seeds(index, budget_bytes, int(_CANDIDATE_SHARE * work), least_ns)
+        if seeds and seeds[0].cost_ns <= least_ns:
             return seeds[0]
+        chain = binomial_seed(index, budget_bytes)
         if chain is not None:
             seeds = sorted([chain, *seeds], key=_rank)
         searches = [Search(_loaded(index, budget_bytes, seed)) for seed in seeds[:_SEEDS]]
         searches = [s for s in searches if s.repair(work_limit=s.work + work)]
         if not seeds:
-            searches = self._squeezed(
-                index, budget_bytes, work // _QUICK if self.first_fit else work
-            )
+            searches = self._squeezed(index, budget_bytes, work)
         if searches:
-            if self.first_fit:
-                return searches[0].state.schedule()
-            seeds.append(self._searched(searches, work))
+            seeds.append(self._searched(searches, work, least_ns))
         fitting = [
             keep_what_fits(index, seed, budget_bytes)
             for seed in seeds
@@ -172,11 +175,28 @@ class AutoPlanner(Planner):
             raise InfeasibleBudgetError(budget_bytes)
         return min(fitting, key=_rank)
 
+    def _first_schedule(self, index: ProgramIndex, budget_bytes: int, work: int) -> Schedule:
+        """The first schedule found that fits.
+
+        Raises:
+            InfeasibleBudgetError: if there is none.
+        """
+        chain = binomial_seed(index, budget_bytes)
+        if chain is not None:
+            return chain
+        seeds = self._seeds(index, budget_bytes, int(_CANDIDATE_SHARE * work), 0)
+        if seeds:
+            return seeds[0]
+        searches = self._squeezed(index, budget_bytes, work // _QUICK)
+        if searches:
+            return searches[0].state.schedule()
+        raise InfeasibleBudgetError(budget_bytes)
+
     def _squeezed(self, index: ProgramIndex, budget_bytes: int, work: int) -> list[Search]:
         """Where no heuristic gets through: a plan for more bytes, repaired down to the budget."""
         for percent in _LOOSER_PERCENT:
             loose_bytes = budget_bytes * percent // 100
-            seeds = replace(self, first_fit=True)._seeds(index, loose_bytes, work)
+            seeds = replace(self, first_fit=True)._seeds(index, loose_bytes, work, 0)
             if not seeds:
                 continue
             search = Search(_loaded(index, loose_bytes, seeds[0]))
@@ -194,24 +214,28 @@ class AutoPlanner(Planner):
                 return [search]
         return []
 
-    def _searched(self, searches: list[Search], work: int) -> Schedule:
+    def _searched(self, searches: list[Search], work: int, least_ns: int) -> Schedule:
         """What the search makes of the seed that it gets furthest from."""
         work = int((1.0 - _CANDIDATE_SHARE) * work)
         if len(searches) > 1:
             trial = int(_TRIAL_SHARE * work)
             for search in searches:
-                search.run(trial, 0.0, _TRIAL_SHARE)
+                search.run(trial, 0.0, _TRIAL_SHARE, least_ns)
                 work -= trial
         best = min(searches, key=lambda search: search.state.cost_ns)
-        best.run(work, _TRIAL_SHARE)
+        best.run(work, _TRIAL_SHARE, least_ns=least_ns)
         return best.state.schedule()
 
-    def _seeds(self, index: ProgramIndex, budget_bytes: int, work: int) -> list[Schedule]:
-        """The best few plans that the simulator makes, best first."""
+    def _seeds(
+        self, index: ProgramIndex, budget_bytes: int, work: int, least_ns: int
+    ) -> list[Schedule]:
+        """The best few plans of the simulator, best first; one of ``least_ns`` is enough."""
         seeds: list[Schedule] = []
         most_work = work
         for tried, options in enumerate(self.candidates()):
             if seeds and (self.first_fit or not options.hold_sources or work <= 0):
+                break
+            if seeds and seeds[0].cost_ns <= least_ns:
                 break
             if tried >= _FEW and options.hold_sources and work <= -most_work:
                 continue

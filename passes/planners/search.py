@@ -236,20 +236,28 @@ class Search:
 
     # Both
 
-    def run(self, work_limit: int, start_share: float = 0.0, stop_share: float = 1.0) -> None:
+    def run(
+        self,
+        work_limit: int,
+        start_share: float = 0.0,
+        stop_share: float = 1.0,
+        least_ns: int = 0,
+    ) -> None:
         """Search until that much work is done, and leave the best state that was found.
 
         Args:
             start_share, stop_share: which part of a longer search this is; what may stay becomes
                 less from 0 to 1.
+            least_ns: no plan costs less; the search ends there.
         """
         state = self.state
         start = self.work
-        least_ns = state.index.program.cost_ns
+        baseline_ns = state.index.program.cost_ns
+        least_ns = max(least_ns, baseline_ns)
         best_ns = state.cost_ns
         state.log.clear()
         while (done := (self.work - start) / max(work_limit, 1)) < 1.0 and best_ns > least_ns:
-            extra_ns = best_ns - least_ns
+            extra_ns = best_ns - baseline_ns
             share = start_share + done * (stop_share - start_share)
             allowed_ns = best_ns + _SLACK * (1.0 - share) * extra_ns
             mark = len(state.log)

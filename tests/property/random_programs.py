@@ -20,6 +20,7 @@ from dtrcompile.passes.planners.base import Planner
 from dtrcompile.passes.planners.brute_force import BruteForcePlanner
 from dtrcompile.passes.planners.checkmate import CheckmatePlanner
 from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner
+from dtrcompile.passes.planners.cover import least_cost_ns
 from dtrcompile.passes.planners.improve import BOUNDARY, keep_what_fits, schedule_of
 from dtrcompile.passes.planners.intervals import Intervals
 from dtrcompile.passes.planners.offload import OffloadPlanner
@@ -279,6 +280,7 @@ def check_stages(program: Program, state: Intervals) -> None:
 
 def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> None:
     """Every planner: a plan within the budget or the typed error; the same plan again."""
+    least_ns = least_cost_ns(ProgramIndex.of(program), budget_bytes)
     for name in sorted(PLANNERS.keys() - _ELSEWHERE):
         planner = make_planner(name)
         try:
@@ -288,6 +290,7 @@ def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> 
             assert budget_bytes < baseline_bytes
             continue
         _, stats = checked(program, plan, budget_bytes)
+        assert stats.cost_ns >= least_ns, name
         assert planner.plan(program, budget_bytes) == plan
         assert Plan.from_text(plan.to_text()) == plan
         if budget_bytes >= baseline_bytes:

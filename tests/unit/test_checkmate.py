@@ -22,6 +22,7 @@ from dtrcompile.passes.planners import keep_all, lower_bound_bytes, make_planner
 from dtrcompile.passes.planners.checkmate import CheckmatePlanner, Solution
 from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner, lp_bound, with_least_runs
 from dtrcompile.passes.planners.checkmate_model import Memory, Stages, choice_of, steps_of
+from dtrcompile.passes.planners.cover import least_cost_ns
 from dtrcompile.passes.planners.highs import Status
 from dtrcompile.passes.planners.improve import schedule_of
 from dtrcompile.passes.program import Program
@@ -113,6 +114,7 @@ def test_random_programs(seed: int) -> None:
         assert optimum_ns <= (math.inf if paper_ns is None else paper_ns)
         assert lp_bound(program, budget_bytes, memory=Memory.PAPER) <= optimum_ns + 1e-6
         assert lp_bound(program, budget_bytes) <= optimum_ns + 1e-6
+        assert least_cost_ns(ProgramIndex.of(program), budget_bytes) <= optimum_ns
         assert optimum_ns <= cost_or_inf(program, budget_bytes, "checkmate-lp")
         assert optimum_ns <= cost_or_inf(program, budget_bytes, "auto")
 

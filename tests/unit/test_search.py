@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from bench.lower_bound import lower_bound_overhead
 from bench.synthetic import ProgramBuilder, training_chain, transformer
 from dtrcompile.passes.index import ProgramIndex
 from dtrcompile.passes.planners import keep_all, make_planner
+from dtrcompile.passes.planners.cover import least_cost_ns, least_cover
 from dtrcompile.passes.planners.improve import schedule_of
 from dtrcompile.passes.planners.intervals import Intervals
 from dtrcompile.passes.planners.search import Search, _range_max
@@ -113,3 +115,43 @@ def test_no_plan_is_below_the_lower_bound() -> None:
             plan = make_planner("auto").plan(program, int(share * peak_bytes))
             bound = lower_bound_overhead(program, int(share * peak_bytes))
             assert 1.0 < bound <= replay(program, plan)[1].overhead + 1e-9
+
+
+def test_the_least_cover_is_that_of_all_subsets() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        items = [(rng.randrange(9), rng.randrange(1, 9)) for _ in range(rng.randrange(1, 8))]
+        need = rng.randrange(1, sum(size for _, size in items) + 1)
+        exact = min(
+            sum(cost for cost, _ in chosen)
+            for n in range(len(items) + 1)
+            for chosen in combinations(items, n)
+            if sum(size for _, size in chosen) >= need
+        )
+        assert least_cover(items, need) == exact
+
+
+def test_the_least_of_very_many_covers_is_bounded_from_below() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        items = [(rng.randrange(1000, 2000), rng.randrange(1, 99)) for _ in range(40)]
+        need = sum(size for _, size in items) // 3
+        cost_of = [0, *([10**9] * need)]  # for each size, of the cheapest items that reach it
+        for cost, size in items:
+            for reached in range(need, 0, -1):
+                with_it = cost_of[max(reached - size, 0)] + cost
+                cost_of[reached] = min(cost_of[reached], with_it)
+        # One item may be split: the bound is less than what that item costs below the optimum.
+        assert cost_of[need] - 2000 < least_cover(items, need) <= cost_of[need]
+
+
+def test_an_optimal_plan_is_known_to_be_one() -> None:
+    program = training_chain(8)
+    index = ProgramIndex.of(program)
+    assert least_cost_ns(index, 8) == program.cost_ns
+    for memory, bound_is_met in ((7, True), (6, True), (5, True), (4, False)):
+        plan = make_planner("auto").plan(program, memory)
+        cost_ns = replay(program, plan)[1].cost_ns
+        assert program.cost_ns < least_cost_ns(index, memory) <= cost_ns
+        # In four, layers run a third time, which the fullest stage alone does not tell.
+        assert (least_cost_ns(index, memory) == cost_ns) is bound_is_met
