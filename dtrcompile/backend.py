@@ -62,6 +62,7 @@ from dtrcompile.passes.torch_private import (
     functorch_config,
     inductor_config,
     joint_graph_passes,
+    keeps_graph,
     list_mode_options,
     min_cut_rematerialization_partition,
     select_decomp_table,
@@ -224,6 +225,23 @@ class _Session:
             budget_bytes=budget_bytes,
             is_guess=is_guess,
         )
+        _report(self)
+
+    def keep_graph(self, measured: Measured) -> None:
+        """The smallest peak was asked for, and a backward that keeps the graph holds more."""
+        assert self.outcome is not None
+        log.warning(
+            "backward(retain_graph=True) holds %s, not %s: what forward saved must survive it. Set"
+            " torch._functorch.config.donated_buffer = False before the model is compiled to have"
+            " that planned.",
+            format_bytes(measured.peak_bytes),
+            format_bytes(self.outcome.measured.peak_bytes),
+        )
+        chosen = self.outcome.chosen
+        if chosen is None:
+            self.outcome = replace(self.outcome, baseline_measured=measured)
+        else:
+            self.outcome = replace(self.outcome, chosen=replace(chosen, measured=measured))
         _report(self)
 
     def guessed_wrong(self) -> bool:
@@ -481,6 +499,17 @@ def _check_final(
         "final schedule %s, promised %s", format_bytes(measured.peak_bytes), format_bytes(promised)
     )
     if measured.peak_bytes > allowed:
+        if is_backward and keeps_graph():
+            # Backward may not write over what forward saved, as it was planned to.
+            if budget_bytes is None:
+                session.keep_graph(measured)
+                return
+            raise VerificationError(
+                f"backward(retain_graph=True) holds {measured.peak_bytes} bytes at"
+                f" {measured.peak_at!r}, more than the {allowed} promised: what forward saved must"
+                " survive it. Set torch._functorch.config.donated_buffer = False before the model"
+                " is compiled, and it is planned so."
+            )
         raise VerificationError(
             f"Inductor's final schedule holds {measured.peak_bytes} bytes at"
             f" {measured.peak_at!r}, more than the {allowed} promised. Lower the budget by"

@@ -9,7 +9,8 @@ FUSED nodes are grouped greedily, in graph order, the way Inductor's scheduler f
 its consumers: a cluster stays open until something outside it reads one of its values, or until
 waiting for the next consumer would keep many of its inputs alive (a gradient that is added up over
 the steps of an unrolled loop: the sum so far is kept instead of all terms).  A FUSED
-value is *materialized* (has a storage) if a kernel, another cluster or an output reads it; each
+value is *materialized* (has a storage) if a kernel, another cluster or an output reads it, unless
+all that reads it there is an indirect load, which computes the few elements that it takes; each
 materialized value is one operator, whose nodes are the *cone* of unmaterialized nodes above it.
 Views own no bytes and are made again at each use.
 
@@ -17,7 +18,8 @@ What is approximate: Inductor may also inline a cheap value into several kernels
 cluster.  The schedule that Inductor makes of the emitted graphs is read back by `schedule` and is
 what the promise is made of; the program only has to be good enough to plan with.  So that
 `schedule` can say what a library call held, each KERNEL node carries the number of its operator,
-``meta["dtr_operator"]``, and so do its copies in emitted graphs.
+``meta["dtr_operator"]``, and so do its copies in emitted graphs; what owns an operator's storage
+carries it as ``meta["dtr_output"]``.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from dtrcompile.passes.nodes import (
     mutated_arguments,
     numel,
     owned_bytes,
+    packet,
     role,
     storage_key,
     tensor_values,
@@ -253,12 +256,8 @@ class _Capture:
             return c
 
         def fused_sources(node: fx.Node) -> list[fx.Node]:
-            sources: list[fx.Node] = []
-            for n in self.inputs_of(node):
-                n = self.owner(n) if is_tensor(n) or is_sequence(n) else n
-                if n in cluster_of and not self._is_generator(n):
-                    sources.append(n)
-            return sources
+            read, _ = self._reads(node)
+            return [n for n in read if n in cluster_of and not self._is_generator(n)]
 
         last_kernel = -1
         last_read = self._last_reads()
@@ -319,6 +318,10 @@ class _Capture:
                     read_by[other] = (read_by[other] | read_by[root]) - {source}
                 else:
                     is_open[other] = False
+            for source in self._reads(node)[1]:
+                # It runs up to here, should anything else want its value in memory.
+                if (other := find(cluster_of[source])) != find(mine):
+                    is_open[other] = False
             cluster_of[node] = mine
         return {n: find(c) for n, c in cluster_of.items()}
 
@@ -345,15 +348,46 @@ class _Capture:
         for node in self.calls:
             if self.roles[node] is Role.VIEW or self.roles[node] is Role.ITEM:
                 continue
-            for n in self.inputs_of(node):
-                if not is_tensor(n):
+            for source in self._reads(node)[0]:
+                if not is_tensor(source):
                     continue
-                source = self.owner(n)
                 if self._is_generator(source) and self.roles[node] is Role.FUSED:
                     continue
                 if source in clusters and clusters.get(node) != clusters[source]:
                     materialized.add(source)
         return materialized
+
+    def _reads(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Owners of what ``node`` reads, and what it computes itself where it needs it.
+
+        An indirect load (the loss of the right class, out of the logarithms of all) takes a few
+        elements of a large value.  Inductor computes those in its loop, and never all of them,
+        where they come from other values element by element.
+        """
+        read: dict[fx.Node, None] = {}
+        inlined: dict[fx.Node, None] = {}
+        stack = self.inputs_of(node)[::-1]
+        while stack:
+            n = stack.pop()
+            n = self.owner(n) if is_tensor(n) or is_sequence(n) else n
+            if n in inlined:
+                continue
+            if self.roles[node] is Role.FUSED and self._is_inlined(n, node):
+                inlined[n] = None
+                stack.extend(self.inputs_of(n)[::-1])
+            else:
+                read[n] = None
+        return list(read), list(inlined)
+
+    def _is_inlined(self, source: fx.Node, reader: fx.Node) -> bool:
+        if packet(reader) not in _INDIRECT_LOADS or self.roles.get(source) is not Role.FUSED:
+            return False
+        target = source.target
+        return (
+            isinstance(target, torch._ops.OpOverload)
+            and torch.Tag.pointwise in target.tags
+            and _loop_numel(source) > _loop_numel(reader)
+        )
 
     def _is_generator(self, node: fx.Node) -> bool:
         """A loop that reads no tensor (full, arange): written into each loop that reads it."""
@@ -565,6 +599,8 @@ class _Capture:
             for node in cap.nodes:
                 if self.roles[node] is Role.KERNEL:
                     node.meta["dtr_operator"] = o
+            for node in cap.outputs:
+                node.meta["dtr_output"] = o
             outputs = [
                 add(
                     node,
@@ -638,6 +674,11 @@ def _unread_output_bytes(captured: CapturedOperator) -> int:
 
 def _val(argument: object) -> object:
     return value(argument) if isinstance(argument, fx.Node) else None
+
+
+_INDIRECT_LOADS = frozenset(
+    {torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.index_select}
+)
 
 
 def _loop_numel(node: fx.Node) -> int:

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from types import MappingProxyType
 
 from torch import fx
 
@@ -28,7 +27,12 @@ from dtrcompile.passes.planners import minimum_plan
 from dtrcompile.passes.planners.base import Planner, keep_all
 from dtrcompile.passes.program import Program, StorageKind
 from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
-from dtrcompile.passes.residuals import residuals, with_residuals, without_residuals
+from dtrcompile.passes.residuals import (
+    NOTHING,
+    residuals,
+    with_residuals,
+    without_residuals,
+)
 from dtrcompile.passes.sharing import ALONE, GraphBytes, Rest, with_rest, without_rest
 from dtrcompile.passes.tighten import tighten
 from dtrcompile.passes.verify import verify_emitted
@@ -42,7 +46,6 @@ _MOST_LESSONS = 2
 # Then plans for a little less than the smallest found, so many in all.
 _MOST_SQUEEZED = 6
 _SQUEEZE = 64
-NOTHING: Mapping[int, int] = MappingProxyType({})
 # A plan that uses less than this share of the budget is worth planning another, looser one, and
 # that one is worth lowering if it saves this share of the compute.
 _GOOD_FILL = 0.97
@@ -206,7 +209,8 @@ class _Fit:
         self.baseline_bytes = 0
         self.planning_s = 0.0
         self.lowering_s = 0.0
-        # Residuals that hold in any plan: what the default split's library calls were seen to need.
+        # Residuals that hold in nearly any plan: what the default split's library calls were seen
+        # to need, and what its loops do not, because they write over what they read.
         self.workspaces: Mapping[int, int] = NOTHING
         # What one kernel may hold inside for the sake of its speed.
         self.room_bytes = 0
@@ -236,7 +240,7 @@ class _Fit:
         self.lowering_s += time.perf_counter() - start
         agreed = terms(measured)
         budget_bytes, self.rest = agreed.budget_bytes, agreed.rest
-        self.workspaces = measured.workspace_bytes
+        self.workspaces = {**measured.workspace_bytes, **self.savings(measured.written_over)}
         own_bytes = None if budget_bytes is None else budget_bytes - self.rest.outside_bytes
         log.debug(
             "baseline: planned %s, measured %s; budget %s",
@@ -270,6 +274,25 @@ class _Fit:
             self.planning_s,
             self.lowering_s,
         )
+
+    def savings(self, written_over: Mapping[int, int]) -> dict[int, int]:
+        """Operator -> bytes less than its inputs and outputs, as a negative residual.
+
+        Only where the program agrees: it must know an input of that size that is dead afterwards,
+        in any plan that does not keep it to run something again.
+        """
+        program = self.program
+        found = {}
+        for o, size_bytes in written_over.items():
+            inputs = {program.tensors[t].storage for t in program.operators[o].inputs}
+            if any(
+                program.storages[s].size_bytes == size_bytes
+                and program.storages[s].kind is StorageKind.INTERMEDIATE
+                and program.readers[s][-1] == o
+                for s in inputs
+            ):
+                found[o] = -size_bytes
+        return found
 
     def peak(self, candidate: Candidate) -> int:
         """What counts against the budget."""
@@ -326,11 +349,10 @@ class _Fit:
 
     def learn(self, candidate: Candidate, known: dict[int, int]) -> bool:
         """Add a candidate's residuals; whether any was new."""
-        before = dict(known)
         measured = candidate.measured.step_bytes
-        for o, extra in residuals(candidate.plan, candidate.timeline, measured).items():
-            known[o] = max(extra, known.get(o, 0))
-        return known != before
+        new = residuals(candidate.plan, candidate.timeline, measured, known)
+        known.update(new)
+        return bool(new)
 
     def cheapest_within(
         self, budget_bytes: int, baseline_planned_bytes: int, baseline_bytes: int
@@ -341,8 +363,8 @@ class _Fit:
             InfeasibleBudgetError: if there is none.
         """
         # Where the compiler's baseline lies above the referee's, its plans are likely to as well,
-        # but by less: what is evicted can be in nobody's way.  (Where it lies below, by in-place
-        # updates at the peak, plans rarely keep the gain.)
+        # but by less: what is evicted can be in nobody's way.  (Where it lies below, by
+        # in-place updates that the program does not know, plans rarely keep the gain.)
         likely_bytes = (baseline_planned_bytes + baseline_bytes) // 2
         target = budget_bytes * likely_bytes // max(baseline_bytes, 1)
         target = min(target, budget_bytes, baseline_planned_bytes - 1)

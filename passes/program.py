@@ -89,7 +89,8 @@ class Operator:
         id: index into `Program.operators`; the baseline runs them in this order.
         inputs, outputs: tensor ids.
         cost_ns: time of one run, at least 0.
-        workspace_bytes: held only while it runs.
+        workspace_bytes: held only while it runs, beside inputs and outputs; negative, but no more
+            than the outputs are, where these are written over inputs that nothing reads later.
         not_recomputable: why it may run only once, or None if it may run again.
     """
 
@@ -236,8 +237,8 @@ def _check(program: Program) -> None:
 
     produced: dict[int, int] = {}
     for op in program.operators:
-        if op.cost_ns < 0 or op.workspace_bytes < 0:
-            fail(f"operator {op.name!r} has a negative cost or workspace")
+        if op.cost_ns < 0:
+            fail(f"operator {op.name!r} has a negative cost")
         expected = (
             Phase.FORWARD
             if program.boundary is None or op.id < program.boundary
@@ -266,6 +267,9 @@ def _check(program: Program) -> None:
             is_root = program.root_tensor[program.tensors[t].storage] == t
             if not is_root and program.tensors[t].storage not in input_storages:
                 fail(f"operator {op.name!r} makes a view of a storage that it does not read")
+        made = {program.tensors[t].storage for t in op.outputs} - input_storages
+        if op.workspace_bytes < -sum(program.storages[s].size_bytes for s in made):
+            fail(f"operator {op.name!r} has a negative workspace, beyond what it writes")
     for tensor in program.tensors:
         if tensor.producer is not None and tensor.id not in produced:
             fail(f"tensor {tensor.name!r} is not an output of its producer")

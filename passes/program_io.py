@@ -12,7 +12,8 @@ boundary::
      "operators": [
       {"name": "mm", "inputs": [0], "outputs": [1], "cost_ns": 5}, ...]}
 
-Optional keys: ``pinned`` of a storage; ``workspace_bytes`` and ``not_recomputable`` of an operator.
+Optional keys: ``pinned`` of a storage; ``workspace_bytes`` and ``not_recomputable`` of an operator
+(what they mean: `program.Operator`).
 
 `from_simrd_log` reads the operator logs of DTR's simulator (Kirisame et al., ICLR 2021, artifact),
 `from_checkmate_json` the graphs of Checkmate's artifact (Jain et al., MLSys 2020).

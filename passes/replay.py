@@ -6,6 +6,8 @@ checks every rule.  Faster code elsewhere is compared with it.
 Memory at a step (the two-step accounting of XLA's HloRematerialization): a `plan.Compute` holds
 everything resident, its new outputs and its workspace together; a `plan.Free` then takes its
 storage away.  A `plan.Prefetch` allocates its storage at once, a `plan.Offload` changes nothing.
+A negative workspace says that outputs are written over inputs: these are counted no more while they
+wait for the frees that follow, but from the next operator on if none does.
 When an operator with several outputs runs again while some of them are resident,
 the duplicates are held for that step and dropped at its end.
 
@@ -158,9 +160,11 @@ class _Replay:
         peak_step, peak_resident = -1, frozenset(self.resident)
         peak_in_backward, peak_operator, peak_workspace = False, "", 0
         during, after = [], []
+        at_step = start_bytes
         for index, step in enumerate(self.plan.steps):
             self.index = index
-            at_step, workspace, operator = self.live_bytes, 0, ""
+            # What is freed right after an operator may have been written over by it.
+            at_step, workspace, operator = min(self.live_bytes, at_step), 0, ""
             match step:
                 case Compute(o):
                     workspace = self.compute(o)

@@ -2,36 +2,48 @@
 
 A plan counts what an operator reads and writes, and the workspace that is known beforehand.  The
 kernel that the compiler makes of it may hold more: values inside a fusion that did not stay in
-registers, copies in another layout, a buffer that is freed a kernel later.  Where a schedule was
-measured step by step, the difference is known, and the next plan is made of a program in which it
-is the operator's workspace.
+registers, copies in another layout, a buffer that is freed a kernel later.  Or less: a loop that
+writes its result over an input which nothing reads later.  Where a schedule was measured, the
+difference is known, and the next plan is made of a program in which it is the operator's workspace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from dtrcompile.passes.plan import Compute, Plan
 from dtrcompile.passes.program import Program
 from dtrcompile.passes.replay import MemoryTimeline
 
+NOTHING: Mapping[int, int] = MappingProxyType({})
+
 
 def residuals(
-    plan: Plan, timeline: MemoryTimeline, held_bytes: Mapping[int, int]
+    plan: Plan,
+    timeline: MemoryTimeline,
+    held_bytes: Mapping[int, int],
+    known: Mapping[int, int] = NOTHING,
 ) -> dict[int, int]:
     """Operator -> the most bytes that one of its runs held above what the plan says.
+
+    Only where that is more than what is known of it, 0 if nothing is.
 
     Args:
         timeline: the referee's, of ``plan``.
         held_bytes: step of ``plan`` -> the most that the compiler's schedule holds in it.
+        known: residuals from elsewhere; negative where an operator was seen to write over what it
+            reads.
     """
     found: dict[int, int] = {}
     for index, held in held_bytes.items():
         step = plan.steps[index]
         extra = held - timeline.during_bytes[index]
-        if isinstance(step, Compute) and extra > found.get(step.operator, 0):
-            found[step.operator] = extra
+        if isinstance(step, Compute):
+            o = step.operator
+            if extra > found.get(o, known.get(o, 0)):
+                found[o] = extra
     return found
 
 

@@ -66,12 +66,14 @@ class Wrapper:
         constants: what it refers to.
         steps: buffer -> the step of the plan that it belongs to; empty for a default split's.
         operators: buffer -> the operator of the program that it belongs to.
+        written_over: operator -> bytes of its result, where Inductor writes it over an input.
     """
 
     source: str
     constants: Mapping[str, torch.Tensor]
     steps: Mapping[str, int] = field(default_factory=dict)
     operators: Mapping[str, int] = field(default_factory=dict)
+    written_over: Mapping[int, int] = field(default_factory=dict)
 
 
 class _Lowered(BaseException):
@@ -102,7 +104,9 @@ def lower(
         code, _ = graph.codegen()
         source = getattr(code, "value", code)
         steps, operators = (_marks_of_buffers(graph, m) for m in ("dtr_step", "dtr_operator"))
-        raise _Lowered(Wrapper(source, dict(graph.constants), steps, operators))
+        raise _Lowered(
+            Wrapper(source, dict(graph.constants), steps, operators, _written_over(graph))
+        )
 
     key = _lowering_key(
         gm, example_inputs, (tuple(static_input_indices), is_backward, is_inference)
@@ -162,6 +166,26 @@ def _marks_of_buffers(graph: Any, mark: str) -> dict[str, int]:
         if of_origins:
             marks[buffer.get_name()] = max(of_origins)
     return marks
+
+
+def _written_over(graph: Any) -> dict[int, int]:
+    """Operators whose result takes the place of an input that is read for the last time."""
+    makers = _marks_of_buffers(graph, "dtr_output")
+    return {
+        makers[name]: buffer_bytes(graph, name)
+        for name in graph.wrapper_code.reuses
+        if name in makers
+    }
+
+
+def buffer_bytes(graph: Any, name: str) -> int:
+    """What a buffer or an input of Inductor's graph holds; 0 for what is no tensor."""
+    buffer = graph.name_to_buffer.get(name) or graph.graph_inputs[name]
+    size = buffer.maybe_get_size()
+    if size is None:
+        return 0
+    numel = graph.sizevars.optimization_hint(math.prod(size), fallback=1)
+    return int(numel) * buffer.get_dtype().itemsize
 
 
 def _codegen_names_only(node: Any, index_vars: Any) -> None:
@@ -243,7 +267,7 @@ _MOST_LOWERED = 64
 _LOCK = threading.Lock()
 
 
-_MARKS = ("dtr_step", "dtr_operator", "dtr_group", "dtr_realize", ROOM)
+_MARKS = ("dtr_step", "dtr_operator", "dtr_output", "dtr_group", "dtr_realize", ROOM)
 
 
 def _lowering_key(gm: fx.GraphModule, example_inputs: Sequence[object], rest: object) -> str:
@@ -599,6 +623,7 @@ def replay_schedule(
         a.size_bytes for a in ledger.live.values() if not a.storage.expired()
     )
     are_gradients: set[int] = set()
+    written_over = dict(forward.written_over)
     backward_peak_bytes = 0
     in_forward_peak, forward_label = ledger.peak_live, ledger.peak_label
     if backward is not None:
@@ -609,6 +634,7 @@ def replay_schedule(
         from_forward = [*numbers, *tensors]
         rest = fake_inputs(mode, backward_placeholders[len(from_forward) :])
         wrapper = backward(from_forward)
+        written_over |= wrapper.written_over
         inputs = [*from_forward, *rest]
         del saved, tensors, from_forward, rest
         for i, o in tangent_of.items():
@@ -647,6 +673,7 @@ def replay_schedule(
         saved_bytes=saved_bytes,
         step_bytes=ledger.step_bytes,
         workspace_bytes=ledger.workspace_bytes,
+        written_over=written_over,
     )
 
 

@@ -237,6 +237,9 @@ class Simulator:
         self.free_dead()
 
     def record(self, step: Step, during_bytes: int) -> None:
+        if isinstance(step, Free | Offload) and self.during_bytes:
+            # Freed right after the operator that wrote over it.
+            during_bytes = min(during_bytes, self.during_bytes[-1])
         self.steps.append(step)
         self.during_bytes.append(during_bytes)
         self.after_bytes.append(self.live_bytes)

@@ -195,6 +195,55 @@ def test_retain_graph() -> None:
     assert relative_error(first, expected) <= SAME
 
 
+def test_retain_graph_within_a_budget() -> None:
+    """Backward that writes over what forward saved cannot keep it: said, or planned so."""
+    torch._dynamo.reset()
+    module, x = dropped_and_batch()
+    compiled = compile_dtr(module, "min", compiler="inductor")
+    step_of(compiled, module, x)
+    smallest_bytes = dtrcompile.reports()[-1].promised_peak_bytes
+
+    torch._dynamo.reset()
+    compiled = compile_dtr(module, smallest_bytes, compiler="inductor")
+    with pytest.raises(VerificationError, match="donated_buffer = False"):
+        compiled(x).backward(retain_graph=True)
+
+    torch._dynamo.reset()
+    with functorch_config.patch(donated_buffer=False):
+        compiled = compile_dtr(module, "min", compiler="inductor")
+        compiled(x).backward(retain_graph=True)
+    report = dtrcompile.reports()[-1]
+    assert smallest_bytes < report.promised_peak_bytes < report.baseline_peak_bytes
+
+
+class Classifier(nn.Module):
+    """Far more classes than features, as in a language model with a large vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.head = nn.Linear(32, 512)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.cross_entropy(self.head(x), labels)
+
+
+def test_scores_of_many_classes_are_in_memory_once() -> None:
+    """Neither their logarithms in forward nor their gradient in backward lies beside them."""
+    torch.manual_seed(SEED)
+    module, x, labels = Classifier(), torch.randn(512, 32), torch.randint(512, (512,))
+    expected = step_of(module, module, x, labels)["gradients"]
+    compiled = compile_dtr(module, "min", compiler="inductor")
+    assert relative_error(step_of(compiled, module, x, labels)["gradients"], expected) <= SAME
+    (report,) = dtrcompile.reports()
+    module.zero_grad(set_to_none=True)
+    peak_bytes = live_peak_bytes(lambda: compiled(x, labels).backward())
+    assert peak_bytes + static_bytes(module, x, labels) <= report.promised_peak_bytes
+    assert peak_bytes < 1.5 * 512 * 512 * 4
+
+
 def without_labels(code: str) -> str:
     """Inductor's code without comments and without the numbers that count graphs."""
     code = re.sub(r"#.*", "", code)

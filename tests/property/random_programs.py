@@ -7,6 +7,7 @@ One generator serves hypothesis (which draws the numbers and shrinks them) and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError, ProgramTooLargeError
@@ -103,7 +104,32 @@ def random_program(pick: Pick, most_operators: int = 14) -> Program:
         if readable
         else ()
     )
-    return Program(tuple(storages), tuple(tensors), tuple(operators), ends, boundary, name="random")
+    program = Program(
+        tuple(storages), tuple(tensors), tuple(operators), ends, boundary, name="random"
+    )
+    return replace(
+        program,
+        operators=tuple(
+            replace(op, workspace_bytes=-written_over(program, op)) if pick(0, 3) == 0 else op
+            for op in operators
+        ),
+    )
+
+
+def written_over(program: Program, op: Operator) -> int:
+    """Bytes of its inputs that the baseline does not need after it, and that it could write to."""
+    storages, tensors = program.storages, program.tensors
+    read = {tensors[t].storage for t in op.inputs}
+    made = {tensors[t].storage for t in op.outputs} - read
+    kept = program.output_storages | program.held_from_boundary
+    dead = {
+        s
+        for s in read - kept
+        if not storages[s].is_constant
+        and program.readers[s][-1] == op.id
+        and not any(tensors[t].storage == s for t in op.outputs)
+    }
+    return min(sum(storages[s].size_bytes for s in made), sum(storages[s].size_bytes for s in dead))
 
 
 def budgets(program: Program, pick: Pick) -> tuple[int, ...]:

@@ -115,6 +115,14 @@ F = Phase.FORWARD
         (
             [S(0, "s", 1)],
             [T(0, "t", 0, 0)],
+            [Operator(0, "o", F, (), (0,), 1, -2)],
+            [],
+            None,
+            "negative workspace",
+        ),
+        (
+            [S(0, "s", 1)],
+            [T(0, "t", 0, 0)],
             [Operator(0, "o", F, (), (0,), 1)],
             [],
             0,

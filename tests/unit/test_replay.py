@@ -7,7 +7,7 @@ import pytest
 from bench.synthetic import ProgramBuilder
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step
-from dtrcompile.passes.planners import keep_all
+from dtrcompile.passes.planners import keep_all, make_planner
 from dtrcompile.passes.program import Program, StorageKind
 from dtrcompile.passes.replay import replay
 
@@ -52,6 +52,27 @@ def test_arithmetic() -> None:
     assert stats.saved_bytes == 4 + 16  # a and r; out is the caller's
     # What kinds the 119 are: the builder calls everything computed an intermediate.
     assert stats.peak_split == {"input": 1, "tangent": 2, "saved": 20, "intermediate": 96}
+
+
+def test_an_output_may_be_written_over_a_dying_input() -> None:
+    p = ProgramBuilder()
+    (a,) = p.operator("a", [], [8], 1)
+    (b,) = p.operator("b", [a], [8], 1, workspace_bytes=-8)
+    (c,) = p.operator("c", [b], [2], 1)
+    program = p.build([c])
+    a, b, c = range(3)
+
+    def peaks(*steps: Step) -> tuple[int, ...]:
+        return replay(program, Plan(steps, program.fingerprint, "test"))[0].during_bytes
+
+    assert peaks(Compute(a), Compute(b), Free(a), Compute(c), Free(b)) == (8, 8, 8, 10, 10)
+    # What is kept all the same is counted from the next operator on.
+    assert peaks(Compute(a), Compute(b), Compute(c), Free(a), Free(b)) == (8, 8, 18, 18, 10)
+    # Planners know: in 10 bytes nothing need run again.
+    for name in ("auto", "dtr", "keep-all"):
+        timeline, stats = replay(program, make_planner(name).plan(program, 10))
+        assert timeline.peak_bytes == 10
+        assert not stats.recomputed
 
 
 def test_recomputing_is_counted() -> None:
