@@ -10,12 +10,12 @@ value into memory.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 from dtrcompile.passes.layouts import images_channels_last, lowered_in, prefers_channels_last
-from dtrcompile.passes.schedule import buffer_bytes
 from dtrcompile.passes.torch_private import (
     NHWC_STRIDE_ORDER,
     AllocateLine,
@@ -108,11 +108,11 @@ def _flush_before_much_is_freed(scheduling: Any) -> bool:
         return True
     graph: Any = V.graph
     if not hasattr(graph, "dtr_buffer_bytes"):
-        graph.dtr_buffer_bytes = {name: buffer_bytes(graph, name) for name in graph.name_to_buffer}
+        graph.dtr_buffer_bytes = {name: _bytes_of(graph, name) for name in graph.name_to_buffer}
         graph.dtr_all_bytes = sum(graph.dtr_buffer_bytes.values())
         # Inputs that are the caller's, in AOTAutograd's naming, are not freed.
         graph.dtr_buffer_bytes.update(
-            (name, buffer_bytes(graph, name))
+            (name, _bytes_of(graph, name))
             for name in graph.graph_inputs
             if not name.startswith(("primals", "tangents"))
         )
@@ -125,6 +125,16 @@ _READY_TO_FLUSH = CppScheduling.ready_to_flush
 # What is freed is much if it is this part of all that the graph ever allocates.  Each function is
 # one more file for the C++ compiler, which is the larger part of a compilation.
 _FUNCTION_SHARE = 32
+
+
+def _bytes_of(graph: Any, name: str) -> int:
+    """What a buffer or an input holds; 0 for what is no tensor."""
+    buffer = graph.name_to_buffer.get(name) or graph.graph_inputs[name]
+    size = buffer.maybe_get_size()
+    if size is None:
+        return 0
+    numel = graph.sizevars.optimization_hint(math.prod(size), fallback=1)
+    return int(numel) * buffer.get_dtype().itemsize
 
 
 @contextlib.contextmanager

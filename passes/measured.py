@@ -23,8 +23,8 @@ class Measured:
             differ from the referee's; empty for the default split.
         workspace_bytes: operator -> the most that one of its library calls held beside what it
             reads and returns, where calls are known and the referee does not count it.
-        written_over: operator -> bytes of its result, where it takes the place of an input that is
-            read for the last time, which the referee does not know.
+        written_over: operators whose result takes the place of an input that is read for the last
+            time, which the referee does not know.
     """
 
     peak_bytes: int
@@ -36,7 +36,7 @@ class Measured:
     saved_bytes: int
     step_bytes: Mapping[int, int] = field(default_factory=dict)
     workspace_bytes: Mapping[int, int] = field(default_factory=dict)
-    written_over: Mapping[int, int] = field(default_factory=dict)
+    written_over: frozenset[int] = frozenset()
 
     def peak_with(self, rest: Rest) -> int:
         """As `GraphBytes.peak_with`."""

@@ -275,23 +275,26 @@ class _Fit:
             self.lowering_s,
         )
 
-    def savings(self, written_over: Mapping[int, int]) -> dict[int, int]:
+    def savings(self, written_over: Iterable[int]) -> dict[int, int]:
         """Operator -> bytes less than its inputs and outputs, as a negative residual.
 
-        Only where the program agrees: it must know an input of that size that is dead afterwards,
-        in any plan that does not keep it to run something again.
+        Only where the program agrees: it must know an input of the result's size that is dead
+        afterwards, in any plan that does not keep it to run something again.
         """
         program = self.program
         found = {}
-        for o, size_bytes in written_over.items():
-            inputs = {program.tensors[t].storage for t in program.operators[o].inputs}
-            if any(
-                program.storages[s].size_bytes == size_bytes
-                and program.storages[s].kind is StorageKind.INTERMEDIATE
+        for o in sorted(written_over):
+            operator = program.operators[o]
+            dying = [
+                program.storages[s].size_bytes
+                for s in {program.tensors[t].storage for t in operator.inputs}
+                if program.storages[s].kind is StorageKind.INTERMEDIATE
                 and program.readers[s][-1] == o
-                for s in inputs
-            ):
-                found[o] = -size_bytes
+            ]
+            for t in operator.outputs:
+                size_bytes = program.storages[program.tensors[t].storage].size_bytes
+                if size_bytes in dying:
+                    found[o] = -size_bytes
         return found
 
     def peak(self, candidate: Candidate) -> int:

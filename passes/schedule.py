@@ -66,14 +66,14 @@ class Wrapper:
         constants: what it refers to.
         steps: buffer -> the step of the plan that it belongs to; empty for a default split's.
         operators: buffer -> the operator of the program that it belongs to.
-        written_over: operator -> bytes of its result, where Inductor writes it over an input.
+        written_over: operators whose result Inductor writes over an input.
     """
 
     source: str
     constants: Mapping[str, torch.Tensor]
     steps: Mapping[str, int] = field(default_factory=dict)
     operators: Mapping[str, int] = field(default_factory=dict)
-    written_over: Mapping[int, int] = field(default_factory=dict)
+    written_over: frozenset[int] = frozenset()
 
 
 class _Lowered(BaseException):
@@ -168,24 +168,10 @@ def _marks_of_buffers(graph: Any, mark: str) -> dict[str, int]:
     return marks
 
 
-def _written_over(graph: Any) -> dict[int, int]:
+def _written_over(graph: Any) -> frozenset[int]:
     """Operators whose result takes the place of an input that is read for the last time."""
     makers = _marks_of_buffers(graph, "dtr_output")
-    return {
-        makers[name]: buffer_bytes(graph, name)
-        for name in graph.wrapper_code.reuses
-        if name in makers
-    }
-
-
-def buffer_bytes(graph: Any, name: str) -> int:
-    """What a buffer or an input of Inductor's graph holds; 0 for what is no tensor."""
-    buffer = graph.name_to_buffer.get(name) or graph.graph_inputs[name]
-    size = buffer.maybe_get_size()
-    if size is None:
-        return 0
-    numel = graph.sizevars.optimization_hint(math.prod(size), fallback=1)
-    return int(numel) * buffer.get_dtype().itemsize
+    return frozenset(makers[name] for name in graph.wrapper_code.reuses if name in makers)
 
 
 def _codegen_names_only(node: Any, index_vars: Any) -> None:
@@ -623,7 +609,7 @@ def replay_schedule(
         a.size_bytes for a in ledger.live.values() if not a.storage.expired()
     )
     are_gradients: set[int] = set()
-    written_over = dict(forward.written_over)
+    written_over = forward.written_over
     backward_peak_bytes = 0
     in_forward_peak, forward_label = ledger.peak_live, ledger.peak_label
     if backward is not None:

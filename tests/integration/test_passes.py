@@ -338,18 +338,18 @@ def test_what_the_schedule_holds_at_an_operator_is_learned(
 class WritesOver(RefereeModel):
     """A compiler that writes one operator's result over what it reads, if that is true."""
 
-    def __init__(self, operator: int, size_bytes: int, is_true: bool = True) -> None:
-        self.over = {operator: size_bytes}
+    def __init__(self, operator: int, size_bytes: int, is_true: bool) -> None:
+        self.over, self.size_bytes = operator, size_bytes
         self.is_true = is_true
         self.referee = RefereeModel()
 
     def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
         measured = self.referee.measure(captured, emitted, stats)
         if emitted is None:
-            return replace(measured, written_over=self.over)
+            return replace(measured, written_over=frozenset({self.over}))
         program = captured.program
         if self.is_true:
-            program = with_residuals(program, {o: -n for o, n in self.over.items()})
+            program = with_residuals(program, {self.over: -self.size_bytes})
         timeline, stats = replay(program, replace(self.plan, program=program.fingerprint))
         measured = self.referee.measure(captured, emitted, stats)
         return replace(measured, step_bytes=dict(enumerate(timeline.during_bytes)))
