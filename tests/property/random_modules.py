@@ -551,9 +551,9 @@ def check_inductor(case: Case, budget: object) -> str:
         read_bytes = sum(r.promised_split["parameters"] for r in reports)
         held += min(read_bytes, static_bytes(compiled[0]._orig_mod))  # type: ignore[attr-defined]
         _assert_near(case, actual, plain, torch.compile, SAME)
+        if counters["frames"]["ok"] < counters["frames"]["total"]:
+            return  # a function was left to eager PyTorch, and nobody counts what that allocates
         # A graph's promise is its own; several are held to the budget that they share.
-        if len(reports) == 1 and (counters["graph_break"] or counters["unimplemented"]):
-            return  # Dynamo left the rest to eager PyTorch, and nobody counts that
         if len(reports) == 1:
             allowed = reports[0].promised_peak_bytes
         elif named != "min":
