@@ -380,11 +380,14 @@ class _Capture:
         return list(read), list(inlined)
 
     def _is_inlined(self, source: fx.Node, reader: fx.Node) -> bool:
+        """Whether ``reader`` computes the elements of ``source`` that it takes; not if saved."""
         if packet(reader) not in _INDIRECT_LOADS or self.roles.get(source) is not Role.FUSED:
             return False
         target = source.target
+        in_backward = [self.position[n] >= self.first_backward_call for n in (source, reader)]
         return (
-            isinstance(target, torch._ops.OpOverload)
+            in_backward[0] == in_backward[1]
+            and isinstance(target, torch._ops.OpOverload)
             and torch.Tag.pointwise in target.tags
             and _loop_numel(source) > _loop_numel(reader)
         )

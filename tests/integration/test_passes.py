@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,36 @@ def test_a_program_has_inductors_buffers_not_fx_nodes(mlp: Captured) -> None:
     assert sum(parameters) == 4352
     gradients = [s.size_bytes for s in program.storages if s.kind is StorageKind.GRADIENT]
     assert sum(gradients) >= 4352
+
+
+class PickedInBackward(torch.autograd.Function):
+    """Saves all of a value, of which backward takes a few elements."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y, i)
+        return y.sum(1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        y, i = ctx.saved_tensors
+        return (g * y.gather(1, i)).expand_as(y), None
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
+def test_a_saved_value_of_which_backward_takes_a_few_elements() -> None:
+    class Picks(nn.Linear):
+        def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+            y = torch.softmax(super().forward(x), 1)  # a reduction: saved, not computed again
+            return PickedInBackward.apply(y.exp(), i)  # type: ignore[no-any-return,no-untyped-call]
+
+    captured = captured_of(
+        Picks(16, 64), torch.randn(32, 16), torch.zeros(32, 1, dtype=torch.int64)
+    )
+    for plan in (keep_all(captured.program), smallest(captured)[0]):
+        plan = tighten(captured.program, plan)
+        timeline, _ = replay(captured.program, plan)
+        verify_emitted(captured, plan, timeline, emit(captured, plan))
 
 
 class Classifier(nn.Module):
