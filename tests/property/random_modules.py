@@ -535,6 +535,7 @@ def check_inductor(case: Case, budget: object) -> str:
     except RuntimeError:
         return "refused by PyTorch"
     plain = observe(case.steps, torch.compile)
+    beyond: list[int] = []
 
     def run(named: object) -> None:
         compiled: list[Callable[[Tensor], object]] = []
@@ -551,8 +552,6 @@ def check_inductor(case: Case, budget: object) -> str:
         read_bytes = sum(r.promised_split["parameters"] for r in reports)
         held += min(read_bytes, static_bytes(compiled[0]._orig_mod))  # type: ignore[attr-defined]
         _assert_near(case, actual, plain, torch.compile, SAME)
-        if counters["frames"]["ok"] < counters["frames"]["total"]:
-            return  # a function was left to eager PyTorch, and nobody counts what that allocates
         # A graph's promise is its own; several are held to the budget that they share.
         if len(reports) == 1:
             allowed = reports[0].promised_peak_bytes
@@ -560,10 +559,14 @@ def check_inductor(case: Case, budget: object) -> str:
             allowed = max(r.budget_bytes or 0 for r in reports)
         else:
             return
+        if held > allowed and counters["frames"]["ok"] < counters["frames"]["total"]:
+            # Dynamo left a function to eager PyTorch: nobody counts what that allocates.
+            beyond.append(held - allowed)
+            return
         assert held <= allowed, f"promised {allowed} bytes, held {held}"
 
     smallest_that_works(run, budget)
-    return "Inductor"
+    return "Inductor, more held beside its graphs" if beyond else "Inductor"
 
 
 def _measured(compiled: Callable[[Tensor], object], case: Case) -> int:
