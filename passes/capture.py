@@ -255,8 +255,7 @@ class _Capture:
                 c = parent[c]
             return c
 
-        def fused_sources(node: fx.Node) -> list[fx.Node]:
-            read, _ = self._reads(node)
+        def fused_sources(read: list[fx.Node]) -> list[fx.Node]:
             return [n for n in read if n in cluster_of and not self._is_generator(n)]
 
         last_kernel = -1
@@ -293,16 +292,17 @@ class _Capture:
                 if is_mutating(node):
                     # Loops that read the old value must not be delayed past the write.
                     is_open = [False] * len(is_open)
-                for source in fused_sources(node):
+                for source in fused_sources(self._reads(node)[0]):
                     is_open[find(cluster_of[source])] = False
                 continue
+            read, inlined = self._reads(node)
             mine = len(parent)
             parent.append(mine)
             is_open.append(True)
             loop_numel.append(_loop_numel(node))
             runs_at.append(index)
             read_by.append({o for n in self.inputs_of(node) if (o := self.owner(n)) in last_read})
-            for source in fused_sources(node):
+            for source in fused_sources(read):
                 other = find(cluster_of[source])
                 if other == find(mine):
                     continue
@@ -318,7 +318,7 @@ class _Capture:
                     read_by[other] = (read_by[other] | read_by[root]) - {source}
                 else:
                     is_open[other] = False
-            for source in self._reads(node)[1]:
+            for source in inlined:
                 # It runs up to here, should anything else want its value in memory.
                 if (other := find(cluster_of[source])) != find(mine):
                     is_open[other] = False

@@ -30,6 +30,7 @@ from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
 from dtrcompile.passes.residuals import (
     NOTHING,
     residuals,
+    savings,
     with_residuals,
     without_residuals,
 )
@@ -240,7 +241,10 @@ class _Fit:
         self.lowering_s += time.perf_counter() - start
         agreed = terms(measured)
         budget_bytes, self.rest = agreed.budget_bytes, agreed.rest
-        self.workspaces = {**measured.workspace_bytes, **self.savings(measured.written_over)}
+        self.workspaces = {
+            **measured.workspace_bytes,
+            **savings(self.program, measured.written_over),
+        }
         own_bytes = None if budget_bytes is None else budget_bytes - self.rest.outside_bytes
         log.debug(
             "baseline: planned %s, measured %s; budget %s",
@@ -274,28 +278,6 @@ class _Fit:
             self.planning_s,
             self.lowering_s,
         )
-
-    def savings(self, written_over: Iterable[int]) -> dict[int, int]:
-        """Operator -> bytes less than its inputs and outputs, as a negative residual.
-
-        Only where the program agrees: it must know an input of the result's size that is dead
-        afterwards, in any plan that does not keep it to run something again.
-        """
-        program = self.program
-        found = {}
-        for o in sorted(written_over):
-            operator = program.operators[o]
-            dying = [
-                program.storages[s].size_bytes
-                for s in {program.tensors[t].storage for t in operator.inputs}
-                if program.storages[s].kind is StorageKind.INTERMEDIATE
-                and program.readers[s][-1] == o
-            ]
-            for t in operator.outputs:
-                size_bytes = program.storages[program.tensors[t].storage].size_bytes
-                if size_bytes in dying:
-                    found[o] = -size_bytes
-        return found
 
     def peak(self, candidate: Candidate) -> int:
         """What counts against the budget."""

@@ -9,12 +9,12 @@ difference is known, and the next plan is made of a program in which it is the o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 from dtrcompile.passes.plan import Compute, Plan
-from dtrcompile.passes.program import Program
+from dtrcompile.passes.program import Program, StorageKind
 from dtrcompile.passes.replay import MemoryTimeline
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
@@ -44,6 +44,30 @@ def residuals(
             o = step.operator
             if extra > found.get(o, known.get(o, 0)):
                 found[o] = extra
+    return found
+
+
+def savings(program: Program, written_over: Iterable[int]) -> dict[int, int]:
+    """Operator -> bytes less than its inputs and outputs, as a negative residual.
+
+    Only where the program agrees: it must know an input of the result's size that is dead
+    afterwards, in any plan that does not keep it to run something again.
+
+    Args:
+        written_over: operators that were seen to write their result over an input.
+    """
+    found = {}
+    for o in sorted(written_over):
+        operator = program.operators[o]
+        dying = [
+            program.storages[s].size_bytes
+            for s in {program.tensors[t].storage for t in operator.inputs}
+            if program.storages[s].kind is StorageKind.INTERMEDIATE and program.readers[s][-1] == o
+        ]
+        for t in operator.outputs:
+            size_bytes = program.storages[program.tensors[t].storage].size_bytes
+            if size_bytes in dying:
+                found[o] = -size_bytes
     return found
 
 
