@@ -6,8 +6,8 @@ checks every rule.  Faster code elsewhere is compared with it.
 Memory at a step (the two-step accounting of XLA's HloRematerialization): a `plan.Compute` holds
 everything resident, its new outputs and its workspace together; a `plan.Free` then takes its
 storage away.  A `plan.Prefetch` allocates its storage at once, a `plan.Offload` changes nothing.
-A negative workspace says that outputs are written over inputs: these are counted no more while they
-wait for the frees that follow, but from the next operator on if none does.
+A negative workspace says that outputs are written over inputs: what the frees that follow take away
+is then not counted beside the outputs; what they leave is.
 When an operator with several outputs runs again while some of them are resident,
 the duplicates are held for that step and dropped at its end.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.host_link import HostLink, LinkClock
@@ -159,11 +160,11 @@ class _Replay:
         forward_peak_bytes, backward_peak_bytes, boundary_bytes = start_bytes, 0, 0
         peak_step, peak_resident = -1, frozenset(self.resident)
         peak_in_backward, peak_operator, peak_workspace = False, "", 0
-        during, after = [], []
+        during: list[int] = []
+        after: list[int] = []
         at_step = start_bytes
-        for index, step in enumerate(self.plan.steps):
+        for index, (step, following) in enumerate(pairwise([*self.plan.steps, None])):
             self.index = index
-            # What is freed right after an operator may have been written over by it.
             at_step, workspace, operator = min(self.live_bytes, at_step), 0, ""
             match step:
                 case Compute(o):
@@ -181,6 +182,9 @@ class _Replay:
                     boundary_bytes = self.live_bytes
                     self.boundary()
                     at_step = self.live_bytes
+            if not isinstance(following, Free | Offload):
+                # What was not freed after an operator was not written over by it.
+                at_step = max(at_step, self.live_bytes)
             if self.in_backward:
                 backward_peak_bytes = max(backward_peak_bytes, at_step)
             else:

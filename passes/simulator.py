@@ -208,6 +208,9 @@ class Simulator:
         for s in range(index.n_storages):
             if self.resident[s] and s not in keep:
                 self.drop(s)
+        self.end_frees()
+        if self.live_bytes > self.budget_bytes:
+            raise InfeasibleBudgetError(self.budget_bytes)
         cost_ns = self.cost_ns + (0 if self.clock is None else self.clock.stall_ns)
         return Simulation(
             tuple(self.steps), tuple(self.during_bytes), tuple(self.after_bytes), cost_ns
@@ -240,9 +243,16 @@ class Simulator:
         if isinstance(step, Free | Offload) and self.during_bytes:
             # Freed right after the operator that wrote over it.
             during_bytes = min(during_bytes, self.during_bytes[-1])
+        else:
+            self.end_frees()
         self.steps.append(step)
         self.during_bytes.append(during_bytes)
         self.after_bytes.append(self.live_bytes)
+
+    def end_frees(self) -> None:
+        """What the last operator did not write over is there beside its result."""
+        if self.steps:
+            self.during_bytes[-1] = max(self.during_bytes[-1], self.after_bytes[-1])
 
     # Rematerialize and perform
 

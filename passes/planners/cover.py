@@ -22,8 +22,10 @@ _MOST_COVERS = 256
 def least_cost_ns(index: ProgramIndex, budget_bytes: int) -> int:
     """A cost that no plan for ``budget_bytes`` in the program's order can be below."""
     state = Intervals(index, budget_bytes)
-    stage = int(state.held_bytes.argmax())
-    excess = int(state.held_bytes[stage]) - budget_bytes
+    # What a stage holds after its operator, an input that was not written over, is another stage's.
+    held_bytes = state.held_bytes - np.array(state.still_bytes) + np.array(state.plain_bytes)
+    stage = int(held_bytes.argmax())
+    excess = int(held_bytes[stage]) - budget_bytes
     if excess <= 0:
         return index.program.cost_ns
     return index.program.cost_ns + least_cover(_runs_that_free(index, state, stage), excess)

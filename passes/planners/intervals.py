@@ -64,6 +64,10 @@ class Intervals:
         for o, t in enumerate(self.stage_of):
             self.own[t] = o
         self.end = self.n_stages - 1
+        # What writes over an input holds more afterwards, if the input is kept.
+        self.overwriting = {
+            t for o, t in enumerate(self.stage_of) if index.workspace_bytes[o] < 0
+        }
 
         # Storages that an operator reads or makes.
         self.touched = [
@@ -130,7 +134,7 @@ class Intervals:
                 if not self.is_root[u]:
                     self._add_count(self.root_of[u], stage)
         self.plain_bytes = [self._still(t) for t in range(self.n_stages)]
-        self.still_bytes = list(self.plain_bytes)
+        self.still_bytes = [self._of_stage(t) for t in range(self.n_stages)]
         self._count_bytes()
         self.log.clear()
 
@@ -549,6 +553,11 @@ class Intervals:
         self._set_need(o, t, count + 1)
         self.dirty.add(t)
         if count:
+            # It stands before the readers of its other outputs, not yet of this one.
+            runs = self.runs[t]
+            is_only = len(index.outputs[o]) == 1
+            if not is_only and any(u in index.inputs[r] for r in runs[: runs.index(o)]):
+                self._set_runs(t, sorted(runs))
             return
         self.log.append((self._set_cost, (self.cost_ns,)))
         self.cost_ns += index.operator_cost_ns[o]
@@ -650,7 +659,7 @@ class Intervals:
     def settle(self) -> None:
         """Bring `held_bytes` up to date."""
         for t in self.dirty:
-            local_bytes = self._local(t) if t in self.runs else self.plain_bytes[t]
+            local_bytes = self._of_stage(t)
             if local_bytes != self.still_bytes[t]:
                 self.log.append((self._set_held, (t, self.still_bytes[t])))
                 self._set_held(t, local_bytes)
@@ -683,11 +692,16 @@ class Intervals:
                 frees[k].append(s)
         return list(zip(operators, frees, strict=True))
 
-    def _local(self, t: int) -> int:
+    def _of_stage(self, t: int) -> int:
         """The most that stage ``t`` holds of what it touches."""
+        is_plain = t not in self.runs and t not in self.overwriting
+        return self.plain_bytes[t] if is_plain else self._local(t)
+
+    def _local(self, t: int) -> int:
+        """`_of_stage`, operator by operator."""
         index = self.index
         size, roots, touched = index.size_bytes, index.program.root_tensor, self.touched
-        operators = self.runs[t]
+        operators = self.runs.get(t, [])
         own = self.own[t]
         if own >= 0:
             operators = [*operators, own]
@@ -779,7 +793,7 @@ class Intervals:
                 self.needs[o, t] += 1
         self._bring_views(brings)
         self._count_bytes()
-        self.dirty.update(self.runs)
+        self.dirty.update(self.runs, self.overwriting)
         for u, touches in enumerate(self.touches):
             if not self.is_root[u] and self.again[self.root_of[u]]:
                 for t in touches[1:]:
