@@ -172,6 +172,9 @@ def capture(
 # A cluster that reads so many values is run when it can be, if that frees memory: as many as
 # Inductor itself lets a value read before it computes it once (``config.realize_reads_threshold``).
 _MANY_READS = 4
+# A sum whose terms come one after the other, with kernels between, takes each when it comes.
+_TERMS = 2
+_ADD = torch.ops.aten.add
 
 
 class _Capture:
@@ -261,9 +264,10 @@ class _Capture:
         last_kernel = -1
         last_read = self._last_reads()
 
-        def should_wait(other: int, source: fx.Node) -> bool:
+        def should_wait(other: int, source: fx.Node, consumer: fx.Node) -> bool:
             """Whether a cluster had better run with the consumer that has come than on its own."""
-            if last_kernel < runs_at[other] or len(read_by[other]) < _MANY_READS:
+            many = _TERMS if packet(source) is packet(consumer) is _ADD else _MANY_READS
+            if last_kernel < runs_at[other] or len(read_by[other]) < many:
                 return True
             ending = [
                 n
@@ -271,7 +275,7 @@ class _Capture:
                 if last_read[n] <= runs_at[other]
                 and (n not in cluster_of or find(cluster_of[n]) != other)
             ]
-            if len(ending) < _MANY_READS or not is_tensor(source):
+            if len(ending) < many or not is_tensor(source):
                 return True
             freed_bytes = sum(self._owned_bytes(n) for n in ending)
             return freed_bytes <= self._owned_bytes(source)
@@ -309,7 +313,7 @@ class _Capture:
                 if (
                     is_open[other]
                     and _same_loops(loop_numel[other], loop_numel[find(mine)], source)
-                    and should_wait(other, source)
+                    and should_wait(other, source, node)
                 ):
                     root = find(mine)
                     parent[root] = other
