@@ -65,9 +65,7 @@ class Intervals:
             self.own[t] = o
         self.end = self.n_stages - 1
         # What writes over an input holds more afterwards, if the input is kept.
-        self.overwriting = {
-            t for o, t in enumerate(self.stage_of) if index.workspace_bytes[o] < 0
-        }
+        self.overwriting = {t for o, t in enumerate(self.stage_of) if index.workspace_bytes[o] < 0}
 
         # Storages that an operator reads or makes.
         self.touched = [
