@@ -4,11 +4,13 @@ oneDNN's reordered copies, cuDNN's scratch space and sort buffers are in no grap
 workspace is what its allocator peak exceeds inputs and outputs by; it depends on the library, the
 shapes and the layouts, so it is measured on the device with inputs of that form, and remembered for
 the life of the process.  Calls of other libraries than torch's own, and calls that draw random
-numbers, are not run; they count as having none.
+numbers, are not run; they count as having none.  Fused attention is run all the same, and the
+random state is as before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -47,8 +49,9 @@ _EXACT = frozenset(
         "aten::alias",
     }
 )
-# These too, but for operands in a layout that BLAS does not take (rows on top of each other), which
-# are copied, and for low precision on a CPU, where oneDNN makes copies in a layout of its own.
+# These too on a CPU, but for operands in a layout that BLAS does not take (rows on top of each
+# other), which are copied, and for low precision, where oneDNN makes copies in a layout of its own.
+# On CUDA cuBLASLt may take a workspace from the allocator for each call.
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
 
@@ -80,15 +83,25 @@ def _is_measurable(func: OpOverload, args: Sequence[object]) -> bool:
         return False
     if func._schema.name in _PRODUCTS:
         return any(
-            (leaf.device.type == "cpu" and leaf.dtype in (torch.bfloat16, torch.float16))
+            leaf.device.type != "cpu"
+            or leaf.dtype in (torch.bfloat16, torch.float16)
             or not _is_for_blas(leaf)
             for leaf in args
             if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2
         )
-    if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.pointwise in func.tags:
+    if torch.Tag.pointwise in func.tags or (_is_random(func) and not _is_attention(func)):
         return False
     is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
     return not is_view
+
+
+def _is_random(func: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _is_attention(func: OpOverload) -> bool:
+    """Backward sums up in float32, cuDNN has a workspace; both are tagged random, for dropout."""
+    return "attention" in func._schema.name
 
 
 def _is_for_blas(matrix: torch.Tensor) -> bool:
@@ -130,10 +143,11 @@ def without_unasked(result: object, traced: object) -> object:
 def _measure(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], traced: object
 ) -> int:
+    is_on_cuda = any(_is_tensor(t) and t.device.type == "cuda" for t in pytree.tree_leaves(args))
     # A profile that the user is taking cannot be interrupted by ours.
-    if torch.autograd.profiler._is_profiler_enabled:
+    if not is_on_cuda and torch.autograd.profiler._is_profiler_enabled:
         return _bound(args)
-    with disable_modes(), torch.no_grad():
+    with disable_modes(), torch.no_grad(), _same_random_state(func, is_on_cuda):
         try:
             real_args, real_kwargs = pytree.tree_map(_real, (tuple(args), dict(kwargs)))
 
@@ -141,16 +155,21 @@ def _measure(
                 return without_unasked(func(*real_args, **real_kwargs), traced)
 
             call()  # the first call may set up what later ones reuse
-            devices = {leaf.device for leaf in pytree.tree_leaves(args) if _is_tensor(leaf)}
-            if any(device.type == "cuda" for device in devices):
-                size_bytes = _cuda_extra(call)
-            else:
-                size_bytes = _cpu_extra(call)
+            size_bytes = _cuda_extra(call) if is_on_cuda else _cpu_extra(call)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
             size_bytes = _bound(args)
             log.warning("workspace of %s not measured (%s); assuming %d", func, error, size_bytes)
     log.debug("workspace of %s: %d bytes", func, size_bytes)
     return size_bytes
+
+
+def _same_random_state(
+    func: OpOverload, is_on_cuda: bool
+) -> contextlib.AbstractContextManager[Any]:
+    if not _is_random(func):
+        return contextlib.nullcontext()
+    devices = [torch.cuda.current_device()] if is_on_cuda else []
+    return torch.random.fork_rng(devices=devices)
 
 
 def _is_tensor(leaf: object) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dtrcompile.passes import workspaces
+from dtrcompile.passes.torch_private import FakeTensorMode
 from dtrcompile.passes.workspaces import workspace_bytes
 
 mm = torch.ops.aten.mm.default
@@ -29,6 +31,29 @@ def test_products_copy_operands_that_blas_does_not_take(
 ) -> None:
     right = torch.zeros(INNER, COLUMNS)
     assert workspace_bytes(mm, (left, right), {}, torch.zeros(ROWS, COLUMNS)) == size_bytes
+
+
+def test_products_are_measured_where_a_library_may_take_a_workspace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr(workspaces, "_CACHE", {})
+    monkeypatch.setattr(workspaces, "_measure", lambda func, *_: measured.append(func) or 32)
+    with FakeTensorMode():
+        for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", None)):
+            left = torch.empty(ROWS, INNER, device=device, dtype=dtype)
+            right = torch.empty(INNER, COLUMNS, device=device, dtype=dtype)
+            workspace_bytes(mm, (left, right), {}, left.new_empty(ROWS, COLUMNS))
+    assert measured == [mm, mm]
+
+
+def test_fused_attention_is_measured_and_draws_no_random_numbers() -> None:
+    heads = torch.zeros(2, 4, 512, 16)
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    state = torch.get_rng_state()
+    # It keeps the scores of one block at a time, in a buffer of its own.
+    assert workspace_bytes(attention, (heads, heads, heads), {}, attention(heads, heads, heads)) > 0
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_measuring_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
