@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from torch import fx
 
@@ -44,8 +43,10 @@ log = logging.getLogger("dtrcompile")
 _MOST_ROUNDS = 4
 # Plans at the minimum that learn from the one before.
 _MOST_LESSONS = 2
-# Then plans for a little less than the smallest found, so many in all.
+# Then plans for less than the smallest found, so many in all, and so many for one target; the last
+# for that part less.
 _MOST_SQUEEZED = 6
+_SQUEEZED_ROUNDS = 2
 _SQUEEZE = 64
 # A plan that uses less than this share of the budget is worth planning another, looser one, and
 # that one is worth lowering if it saves this share of the compute.
@@ -379,7 +380,12 @@ class _Fit:
         return extra_ns <= _ROOM_COST * self.program.cost_ns
 
     def search(
-        self, budget_bytes: int, target: int, high: int, rounds: Iterable[int]
+        self,
+        budget_bytes: int,
+        target: int,
+        high: int,
+        rounds: Iterable[int],
+        tried: list[Candidate] | None = None,
     ) -> Candidate | None:
         """The cheapest plan found whose measured peak is within the budget.
 
@@ -387,6 +393,7 @@ class _Fit:
             target: what the first plan is made for.
             high: a target known not to fit.
             rounds: one for each plan that may be made.
+            tried: gets all that were measured.
         """
         best: Candidate | None = None
         known = dict(self.workspaces)
@@ -408,6 +415,8 @@ class _Fit:
                 if cost_ns > (1 - _WORTHWHILE) * best.stats.cost_ns:
                     break
             candidate = self.try_plan(plan)
+            if tried is not None:
+                tried.append(candidate)
             peak = self.peak(candidate)
             fits = peak <= budget_bytes
             if fits and (best is None or candidate.stats.cost_ns < best.stats.cost_ns):
@@ -453,16 +462,22 @@ class _Fit:
             targets = [planned_bytes * percent // 100 for percent in (104, 112)]
             looser = [self.plan_for(target, self.workspaces) for target in targets]
             tried += [self.try_plan(plan) for plan in looser if plan is not None]
-        best = min(tried, key=lambda c: (self.peak(c), c.stats.cost_ns))
-        # The planner's smallest need not be the schedule's: a plan for a little less than what was
-        # measured, made for its cost, may lose nothing on the way.
-        rounds = iter(range(_MOST_SQUEEZED))
-        while True:
-            less = self.peak(best) * (_SQUEEZE - 1) // _SQUEEZE
-            smaller = self.search(less, less, self.peak(best), islice(rounds, _MOST_ROUNDS))
-            if smaller is None:
-                return best
-            best = smaller
+        # The planner's smallest need not be the schedule's: a plan for less than what was measured,
+        # made for its cost, may lose nothing on the way.  Looked for by halves.
+        low = self.planned_peak(tried[0].plan, self.workspaces)
+        left = _MOST_SQUEEZED
+        while left > 0:
+            least = min(self.peak(c) for c in tried)
+            step = -(-least // _SQUEEZE)
+            less = min((low + least) // 2, least - step)
+            before = len(tried)
+            rounds = range(min(left, _SQUEEZED_ROUNDS))
+            if self.search(less, less, least, rounds, tried) is None:
+                if less == least - step:
+                    break
+                low = less
+            left -= len(tried) - before
+        return min(tried, key=lambda c: (self.peak(c), c.stats.cost_ns))
 
     def planned_peak(self, plan: Plan, known: Mapping[int, int]) -> int:
         """What the referee, who knows the residuals, says that counts against the budget."""
