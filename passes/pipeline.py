@@ -43,8 +43,8 @@ log = logging.getLogger("dtrcompile")
 _MOST_ROUNDS = 4
 # Plans at the minimum that learn from the one before.
 _MOST_LESSONS = 2
-# Then plans for less than the smallest found, so many in all, and so many for one target; the last
-# for that part less.
+# Then plans for less than the smallest found: so many in all, so many for one target, and no target
+# nearer to the smallest than this part of it.
 _MOST_SQUEEZED = 6
 _SQUEEZED_ROUNDS = 2
 _SQUEEZE = 64

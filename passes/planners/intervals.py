@@ -553,8 +553,8 @@ class Intervals:
         if count:
             # It stands before the readers of its other outputs, not yet of this one.
             runs = self.runs[t]
-            is_only = len(index.outputs[o]) == 1
-            if not is_only and any(u in index.inputs[r] for r in runs[: runs.index(o)]):
+            earlier = runs[: runs.index(o)] if len(index.outputs[o]) > 1 else ()
+            if any(u in index.inputs[r] for r in earlier):
                 self._set_runs(t, sorted(runs))
             return
         self.log.append((self._set_cost, (self.cost_ns,)))
