@@ -125,14 +125,24 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file of `bench.rivals --out`; of equal ones the last."""
+    """The rows of a file of `bench.rivals --out`; of equal ones the last.
+
+    Steps are compared with each other, so a model's have to be of one machine, that of its
+    ``compile`` row: times of another are left out.
+    """
     rows: dict[tuple[str, str, str], Row] = {}
+    machines: dict[tuple[str, str, str], object] = {}
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             record = json.loads(line)
             if record.get("bench") == "rivals":
                 row = Row.from_json(record)
                 rows[row.key] = row
+                machines[row.key] = record.get("machine")
+    for (model, method, setting), row in rows.items():
+        plain = machines.get((model, "compile", ""))
+        if plain is not None and machines[model, method, setting] != plain:
+            row.step_s = row.first_step_s = None
     return list(rows.values())
 
 

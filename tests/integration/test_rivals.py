@@ -94,6 +94,19 @@ def test_rows_survive_json(tmp_path: Path) -> None:
     assert (tmp_path / "rivals-toy.png").exists()
 
 
+def test_steps_of_another_machine_are_left_out(tmp_path: Path) -> None:
+    rows = made_up_rows()
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        {"bench": "rivals", **row.to_json(), "machine": {"device": row.method == "memory_budget"}}
+        for row in rows
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for before, after in zip(rows, rivals.read_rows(path), strict=True):
+        assert after.peak_bytes == before.peak_bytes
+        assert after.step_s == (None if before.method == "memory_budget" else before.step_s)
+
+
 def test_one_curve_a_method() -> None:
     axes = draw("toy", made_up_rows()).axes[0]
     assert [line.get_label() for line in axes.lines] == [
