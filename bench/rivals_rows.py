@@ -130,20 +130,18 @@ def read_rows(path: Path) -> list[Row]:
     Steps are compared with each other, so a model's have to be of one machine, that of its
     ``compile`` row: times of another are left out.
     """
-    rows: dict[tuple[str, str, str], Row] = {}
-    machines: dict[tuple[str, str, str], object] = {}
+    found: dict[tuple[str, str, str], tuple[Row, object]] = {}
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             record = json.loads(line)
             if record.get("bench") == "rivals":
                 row = Row.from_json(record)
-                rows[row.key] = row
-                machines[row.key] = record.get("machine")
-    for (model, method, setting), row in rows.items():
-        plain = machines.get((model, "compile", ""))
-        if plain is not None and machines[model, method, setting] != plain:
+                found[row.key] = row, record.get("machine")
+    for row, machine in found.values():
+        _, of_compile = found.get((row.model, "compile", ""), (row, machine))
+        if machine != of_compile:
             row.step_s = row.first_step_s = None
-    return list(rows.values())
+    return [row for row, _ in found.values()]
 
 
 def _mib(size_bytes: int | None) -> str:
