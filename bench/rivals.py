@@ -35,6 +35,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -283,6 +284,7 @@ class _Bench:
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.arguments.device)
+        self.process = secrets.token_hex(4)
         # Each setting is a compile of its own of the same code.
         torch._dynamo.config.recompile_limit = 256
         self.module, self.inputs = self.model.build(self.arguments.scale, device=self.device)
@@ -322,7 +324,14 @@ class _Bench:
     def measure(self, method: str, setting: str) -> Row:
         """Compile and run one method at one setting."""
         arguments = self.arguments
-        row = Row(self.model.name, method, setting, scale=arguments.scale, dtype=arguments.dtype)
+        row = Row(
+            self.model.name,
+            method,
+            setting,
+            scale=arguments.scale,
+            dtype=arguments.dtype,
+            process=self.process,
+        )
         dtrcompile.clear_reports()
         try:
             with fresh_cache() if arguments.cold else contextlib.nullcontext():

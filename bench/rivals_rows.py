@@ -42,6 +42,7 @@ class Row:
         setting: of the method: its budget; "" where there is none.
         status: "ok", "refused" (`InfeasibleBudgetError`), "out of memory" or "failed".
         reason: of a status that is not "ok", in one line.
+        process: a name of the process that measured it; "" in rows from before there was one.
         peak_bytes: parameters, buffers and inputs plus the most that the allocator handed out
             above what was live when the step began.
         reserved_bytes: on CUDA, the most that the allocator held, fragments included, in the same
@@ -63,6 +64,7 @@ class Row:
     reason: str = ""
     scale: str = ""
     dtype: str = ""
+    process: str = ""
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     static_bytes: int | None = None
@@ -127,8 +129,8 @@ class Row:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file of `bench.rivals --out`; of equal ones the last.
 
-    Steps are compared with each other, so a model's have to be of one machine, that of its
-    ``compile`` row: times of another are left out.
+    Steps are compared with each other, so a model's have to be of one process on one machine, that
+    of its ``compile`` row: times of another are left out.
     """
     found: dict[tuple[str, str, str], tuple[Row, object]] = {}
     with path.open(encoding="utf-8") as lines:
@@ -136,10 +138,10 @@ def read_rows(path: Path) -> list[Row]:
             record = json.loads(line)
             if record.get("bench") == "rivals":
                 row = Row.from_json(record)
-                found[row.key] = row, record.get("machine")
-    for row, machine in found.values():
-        _, of_compile = found.get((row.model, "compile", ""), (row, machine))
-        if machine != of_compile:
+                found[row.key] = row, (row.process, record.get("machine"))
+    for row, origin in found.values():
+        _, of_compile = found.get((row.model, "compile", ""), (row, origin))
+        if origin != of_compile:
             row.step_s = row.first_step_s = None
     return [row for row, _ in found.values()]
 

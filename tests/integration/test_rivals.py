@@ -94,11 +94,12 @@ def test_rows_survive_json(tmp_path: Path) -> None:
     assert (tmp_path / "rivals-toy.png").exists()
 
 
-def test_steps_of_another_machine_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("origin", ["machine", "process"])
+def test_steps_measured_elsewhere_are_left_out(origin: str, tmp_path: Path) -> None:
     rows = made_up_rows()
     path = tmp_path / "rows.jsonl"
     lines = [
-        {"bench": "rivals", **row.to_json(), "machine": {"device": row.method == "memory_budget"}}
+        {"bench": "rivals", **row.to_json(), origin: f"of {row.method == 'memory_budget'}"}
         for row in rows
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
