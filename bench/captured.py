@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -33,7 +33,7 @@ def captured_of(module: nn.Module, *inputs: torch.Tensor) -> Captured:
     Values are never read, so parameters may be uninitialized.
     """
 
-    def partition(joint: fx.GraphModule, joint_inputs: object, **kwargs: object) -> NoReturn:
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> NoReturn:
         forward, backward = min_cut_rematerialization_partition(
             joint_graph_passes(joint), joint_inputs, compiler="inductor", **kwargs
         )

@@ -96,11 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append((name, method, str(share), "infeasible", "-"))
                 continue
             made.step(SEED)
-            error = relative_error(made.gradients(), gradients)
+            off = relative_error(made.gradients(), gradients)
             peak_bytes = step_peak_bytes(made, SEED)
             if method == "dtr":
-                worst = max(worst, error)
-            rows.append((name, method, str(share), format_bytes(peak_bytes), f"{error:.1e}"))
+                worst = max(worst, off)
+            rows.append((name, method, str(share), format_bytes(peak_bytes), f"{off:.1e}"))
             write_json_line(
                 arguments.out,
                 {
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "method": method,
                     "share": share,
                     "peak_bytes": peak_bytes,
-                    "gradient_error": str(error),
+                    "gradient_error": str(off),
                     "machine": description,
                 },
             )

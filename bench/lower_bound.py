@@ -40,7 +40,9 @@ def lower_bound_overhead(program: Program, budget_bytes: int) -> float:
         return 1.0
     gaps = _gaps(index, state)
     row_of = np.searchsorted(over, np.arange(state.n_stages + 1))
-    rows, columns, values = [], [], []
+    rows: list[int] = []
+    columns: list[int] = []
+    values: list[float] = []
     for column, (_, members) in enumerate(gaps):
         for start, stop, size_bytes in members:
             covered = range(row_of[start + 1], row_of[stop])

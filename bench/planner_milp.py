@@ -25,7 +25,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,7 +261,7 @@ def jsonable(record: dict[str, Any]) -> dict[str, Any]:
 
 def graphs(
     data: Path, quick: bool, only: str
-) -> Iterator[tuple[Program, list[CheckmateReference]]]:
+) -> Iterator[tuple[Program, Sequence[CheckmateReference]]]:
     """The graphs with their budgets; the smallest and three budgets if ``quick``."""
     for path in sorted((data / "checkmate").glob("*.json")):
         program, references = from_checkmate_json(path)

@@ -171,7 +171,7 @@ def main() -> int:
     if data is None:
         print("no shared data beside the repository; set DTRCOMPILE_SHARED")
         return 0
-    ratios = (0.5,) if args.quick else _RATIOS
+    ratios: tuple[float, ...] = (0.5,) if args.quick else _RATIOS
     if args.ratios:
         ratios = tuple(float(ratio) for ratio in args.ratios.split(","))
     for title, cases in (

@@ -138,7 +138,8 @@ def main() -> int:
     for (family, share), measured in points.items():
         if len(measured) < 2:
             continue
-        slope, _ = np.polyfit(*np.log(np.array(measured)).T, 1)
+        operators, seconds = np.log(np.array(measured)).T
+        slope, _ = np.polyfit(operators, seconds, 1)
         print(f"{family}, share {share}: time grows as operators^{slope:.2f}")
     return 0
 

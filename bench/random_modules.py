@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import logging
 import random
 import sys
@@ -72,13 +73,10 @@ def main() -> int:
     for done in range(count):
         seed = arguments.seed + done
         budget = _BUDGETS[random.Random(f"budget of {seed}").randrange(len(_BUDGETS))]
-        attempt(seed, budget, lambda case, budget=budget: check(case, budget))
+        attempt(seed, budget, functools.partial(check, budget=budget))
         if every and done % every == 0:
-            attempt(
-                seed,
-                f"Inductor {budget}",
-                lambda case, budget=budget: check_inductor(case, budget),
-            )
+            compiled = functools.partial(check_inductor, budget=budget)
+            attempt(seed, f"Inductor {budget}", compiled)
         if (done + 1) % 25 == 0:
             elapsed_s = time.perf_counter() - start
             say(f"{done + 1}/{count} modules, {len(failed)} failed, {elapsed_s:.0f} s")

@@ -242,7 +242,7 @@ def check(name: str, *, rtol: float = 1e-4, atol: float = 1e-4) -> Outcome:
         case = make_case(name)
         step = make_step(case)
         expected = run(step, case).as_dict()
-        options = {"inductor": {"fallback_random": True}} if case.is_random else {}
+        options: dict[str, Any] = {"inductor": {"fallback_random": True}} if case.is_random else {}
         with executor_checked():
             observed = run(compile_dtr(step, "min", **options), case).as_dict()
         assert_close(observed, expected, rtol=rtol, atol=atol)

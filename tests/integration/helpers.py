@@ -83,7 +83,7 @@ def observe(
     return {name: _snapshot(value) for name, value in scenario(compile_).items()}
 
 
-def observe_dtr(scenario: Scenario, budget: object, **options: object) -> Observed:
+def observe_dtr(scenario: Scenario, budget: object, **options: Any) -> Observed:
     """`observe` on the eager executor: counted bytes and reports are checked too."""
     with executor_checked():
         observed = observe(scenario, lambda target: compile_dtr(target, budget, **options))
