@@ -53,12 +53,19 @@ CUDA_ALIGNMENT_BYTES = 512
 _NOT_FROM_THE_USER = (InputMutationAOTOutput, IntermediateBaseAOTOutput)
 
 
+# By what Inductor puts kernels into another order: for the peak, by an estimate of its own; for
+# fewer or longer CUDA graphs, whatever the device; and under communication.
+_REORDERS = (
+    "reorder_for_peak_memory",
+    "triton.reorder_for_reducing_graph_partitions",
+    "reorder_for_compute_comm_overlap",
+)
+
+
 @contextlib.contextmanager
 def planned_config() -> Iterator[None]:
     """Inductor's settings for graphs of a plan: keep its order."""
-    # Inductor would pick among orders by an estimate of its own; the plan's order was chosen by
-    # the peak.
-    with inductor_config.patch({"reorder_for_peak_memory": False}), keep_plan_order():
+    with inductor_config.patch(dict.fromkeys(_REORDERS, False)), keep_plan_order():
         yield
 
 
@@ -70,9 +77,10 @@ def is_planned(gm: fx.GraphModule) -> bool:
 def resident_bytes(captured: Captured) -> Resident:
     """What is there before the graphs run."""
     totals = constant_bytes(captured.program)
-    return Resident(
-        totals[StorageKind.PARAMETER], totals[StorageKind.INPUT], totals[StorageKind.TANGENT]
-    )
+    input_bytes = totals[StorageKind.INPUT]
+    if inductor_config.triton.cudagraphs and device_of(captured).type == "cuda":
+        input_bytes *= 2  # a CUDA graph reads copies, at addresses that never change
+    return Resident(totals[StorageKind.PARAMETER], input_bytes, totals[StorageKind.TANGENT])
 
 
 def schedule_of(

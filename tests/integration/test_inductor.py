@@ -23,10 +23,12 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import Scheduler
 
 import dtrcompile
-from dtrcompile.passes import layouts
+from dtrcompile.passes import inductor, layouts
+from dtrcompile.passes.capture import Captured
 from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
 from dtrcompile.passes.inductor import InductorModel
 from dtrcompile.passes.measured import Measured
+from dtrcompile.passes.schedule import Resident
 from tests.integration.helpers import (
     Observed,
     assert_bitwise,
@@ -483,9 +485,9 @@ def test_caches_never_serve_another_budget(tmp_path: Path) -> None:
         assert again_reported == reported == 1
 
 
-def _peak_of_a_step(module: nn.Module, x: torch.Tensor, budget: str) -> int:
+def _peak_of_a_step(module: nn.Module, x: torch.Tensor, budget: str, mode: str = "default") -> int:
     """The allocator's peak of a step that is not the first, parameters and input included."""
-    compiled = compile_dtr(module, budget, compiler="inductor")
+    compiled = compile_dtr(module, budget, compiler="inductor", inductor={"mode": mode})
 
     def step() -> None:
         out = compiled(x)
@@ -494,6 +496,39 @@ def _peak_of_a_step(module: nn.Module, x: torch.Tensor, budget: str) -> int:
     step()
     module.zero_grad(set_to_none=True)
     return live_peak_bytes(step) + static_bytes(module, x)
+
+
+def test_the_modes_with_cuda_graphs_keep_the_order_of_the_plan() -> None:
+    """Inductor sorts kernels by whether a CUDA graph can hold them; on a CPU none can."""
+    torch.manual_seed(SEED)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]
+    module, x = nn.Sequential(*layers), torch.randn(512, 64)
+    peak_bytes = _peak_of_a_step(module, x, "60%", "reduce-overhead")
+    (report,) = dtrcompile.reports()
+    assert report.recomputed_runs > 0
+    assert peak_bytes <= report.promised_peak_bytes < 0.6 * report.baseline_peak_bytes
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_cuda_graphs_copy_inputs(cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read from fixed addresses; parameters stay where they are."""
+    module, x = nn.Linear(16, 4), torch.randn(8, 16)
+    found: list[Resident] = []
+    resident_bytes = inductor.resident_bytes
+
+    def as_on_cuda(captured: Captured) -> Resident:
+        with mock.patch.object(inductor, "device_of", lambda _: torch.device("cuda")):
+            found.append(resident_bytes(captured))
+        return resident_bytes(captured)
+
+    monkeypatch.setattr(inductor, "resident_bytes", as_on_cuda)
+    options = {"triton.cudagraphs": cuda_graphs}
+    compiled = compile_dtr(module, 1.0, compiler="inductor", inductor=options)
+    compiled(x).sum().backward()
+    assert found
+    for resident in found:
+        assert resident.parameters == static_bytes(module)
+        assert resident.inputs == x.nbytes * (2 if cuda_graphs else 1)
 
 
 @pytest.mark.parametrize(
