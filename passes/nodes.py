@@ -151,7 +151,7 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     for index, argument in enumerate(arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        given = _given(node, index, argument)
         candidates = given if isinstance(given, (list, tuple)) else [given]
         written.extend(n for n in candidates if isinstance(n, fx.Node))
     return written
@@ -214,6 +214,23 @@ def has_unbacked_size(tensor: torch.Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in tensor.shape)
 
 
+def _is_without_dropout(node: fx.Node) -> bool:
+    """Whether the dropout inside the operator is off, for which alone fused attention is tagged
+    random."""
+    assert isinstance(node.target, OpOverload)
+    return any(
+        argument.name == "dropout_p" and _given(node, index, argument) == 0.0
+        for index, argument in enumerate(node.target._schema.arguments)
+    )
+
+
+def _given(node: fx.Node, index: int, argument: torch.Argument) -> object:
+    """What a node passes for an argument of its operator's schema."""
+    if index < len(node.args):
+        return node.args[index]
+    return node.kwargs.get(argument.name, argument.default_value)
+
+
 def why_not_recomputable(node: fx.Node) -> str | None:
     """Why the node may run only once, or None if running it again gives the same value."""
     target = node.target
@@ -225,7 +242,7 @@ def why_not_recomputable(node: fx.Node) -> str | None:
         return "a collective"
     if target._schema.is_mutable:
         return "it writes into an argument"
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if torch.Tag.nondeterministic_seeded in target.tags and not _is_without_dropout(node):
         return "it draws random numbers without a saved seed"
     if target.namespace not in _PURE_NAMESPACES:
         return f"custom operator {target} is not known to be pure"

@@ -152,10 +152,14 @@ def lower(
                 if len(_LOWERED) > _MOST_LOWERED:
                     _LOWERED.popitem(last=False)
             return lowered.wrapper
-    raise VerificationError(
-        "Inductor finished without writing a Python wrapper; cpp_wrapper and ahead-of-time"
-        " compilation cannot be checked. Pass options={'verify': False} to go without the check."
-    )
+    raise VerificationError(_NO_WRAPPER)
+
+
+_NO_WRAPPER = (
+    "Inductor did not write the Python wrapper whose memory could be counted; its C++ wrapper and"
+    " ahead-of-time compilation cannot be checked. Pass options={'verify': False} to go without the"
+    " check."
+)
 
 
 def _marks_of_buffers(graph: Any, mark: str) -> dict[str, int]:
@@ -489,7 +493,7 @@ def run_wrapper(
     """
     start = "async_compile = AsyncCompile()"
     if start not in wrapper.source:
-        raise VerificationError("Inductor's wrapper has an unknown form; cannot read its memory")
+        raise VerificationError(_NO_WRAPPER)
     namespace: dict[str, Any] = {"__name__": "dtr_wrapper", "_dtr_kernel": _Kernel()}
     source = wrapper.source.replace(start, "async_compile = _dtr_kernel")
 

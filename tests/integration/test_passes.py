@@ -276,7 +276,7 @@ def test_cuda_sizes_are_rounded_up() -> None:
 
 
 def test_an_unknown_wrapper_is_refused() -> None:
-    with pytest.raises(VerificationError, match="unknown form"):
+    with pytest.raises(VerificationError, match="Python wrapper"):
         run_wrapper(Wrapper("def call(args): pass", {}), [], Ledger(), FakeTensorMode())
 
 
