@@ -21,6 +21,7 @@ from dtrcompile.passes.errors import (
 )
 from dtrcompile.passes.host_link import HostLink
 from dtrcompile.passes.measured import Measured
+from dtrcompile.passes.nodes import aten, why_not_recomputable
 from dtrcompile.passes.pipeline import MemoryModel, RefereeModel, Terms, fit
 from dtrcompile.passes.plan import Offload, Plan
 from dtrcompile.passes.planners import make_planner, minimum_plan
@@ -32,6 +33,7 @@ from dtrcompile.passes.schedule import Ledger, Wrapper, count_accumulation, run_
 from dtrcompile.passes.tighten import tighten
 from dtrcompile.passes.torch_private import FakeTensorMode
 from dtrcompile.passes.verify import verify_emitted
+from tests.integration.scenarios import WIDTH, Block
 
 
 class MLP(nn.Module):
@@ -273,6 +275,40 @@ def test_cuda_sizes_are_rounded_up() -> None:
     ledger = Ledger(alignment_bytes=512)
     run_wrapper(Wrapper("import torch\n" + WRAPPER, {}), [x], ledger, mode)
     assert ledger.peak_bytes == 1024
+
+
+_ATTENTION = (
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+
+
+@pytest.mark.parametrize("target", [packet.default for packet in _ATTENTION], ids=str)
+def test_fused_attention_may_run_again_without_dropout(target: Any) -> None:
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    names = [argument.name for argument in target._schema.arguments]
+    before = [None if "bias" in name else True for name in names[3 : names.index("dropout_p")]]
+    for more, kwargs, is_random in (
+        ((), {}, False),
+        ((0.0,), {}, False),
+        ((0.1,), {}, True),
+        ((), {"dropout_p": 0.0}, False),
+        ((), {"dropout_p": 0.1}, True),
+    ):
+        args = (q, q, q, *before, *more)
+        node = graph.call_function(target, args, kwargs)
+        assert (why_not_recomputable(node) is not None) == is_random
+
+
+def test_fused_attention_is_computed_again() -> None:
+    captured = captured_of(nn.Sequential(*(Block() for _ in range(8))), torch.randn(8, 32, WIDTH))
+    _, emitted = smallest(captured)
+    assert emitted.backward is not None
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert emitted.backward.graph.find_nodes(op="call_function", target=attention)
 
 
 def test_an_unknown_wrapper_is_refused() -> None:
