@@ -311,6 +311,17 @@ def test_fused_attention_is_computed_again() -> None:
     assert emitted.backward.graph.find_nodes(op="call_function", target=attention)
 
 
+def test_what_asserts_about_values_hold_is_counted() -> None:
+    source = WRAPPER.replace("    buf1 =", "    assert not buf0.isnan().any().item()\n    buf1 =")
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(8, 4)
+    ledger = Ledger()
+    run_wrapper(Wrapper("import torch\n" + source, {}), [x], ledger, mode)
+    # Of 32 elements a byte each, and one for any of them, beside the 128 bytes of buf0.
+    assert [size for size, _ in ledger.events][:3] == [128, 160, 161]
+
+
 def test_an_unknown_wrapper_is_refused() -> None:
     with pytest.raises(VerificationError, match="Python wrapper"):
         run_wrapper(Wrapper("def call(args): pass", {}), [], Ledger(), FakeTensorMode())
