@@ -19,6 +19,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import fx
@@ -75,6 +77,7 @@ class _Graph:
         self.kernel: dict[fx.Node, fx.Node] = {}  # tuple-valued kernels: the newest call
         self.memo: dict[fx.Node, fx.Node] = {}  # unmaterialized values of the cluster being run
         self.memo_cluster = -1
+        self.attributes: dict[str, Any] = {}  # what get_attr nodes refer to, by their targets
 
 
 class _Emitter:
@@ -245,7 +248,7 @@ class _Emitter:
             # Constants are there from the start: before the first step, not in the midst of one.
             first = next((m for m in g.graph.nodes if m.op == "call_function"), None)
             with g.graph.inserting_before(first) if first else contextlib.nullcontext():
-                copy = g.graph.create_node("get_attr", n.target, name=n.name)
+                copy = g.graph.create_node("get_attr", self._attribute(g, n), name=n.name)
             copy.meta = dict(n.meta)
             self._mark_constant(copy, n)
             g.fixed[n] = copy
@@ -256,6 +259,16 @@ class _Emitter:
                 step_local[n] = copy
             return copy
         raise CaptureError(f"{n.name!r} is used at step {self.step} but was not emitted")
+
+    def _attribute(self, g: _Graph, n: fx.Node) -> str:
+        """What ``g`` calls the constant, or the graph of a higher-order operator, of a get_attr."""
+        captured = self.captured
+        root = captured.forward if n.graph is captured.forward.graph else captured.backward
+        found = attrgetter(n.target)(root)
+        name = str(n.target)
+        while g.attributes.setdefault(name, found) is not found:
+            name += "_"  # backward has another of that name
+        return name
 
     # --- what is not in the plan: placeholders, scalars, outputs --------------------------------
 
@@ -325,7 +338,8 @@ class _Emitter:
         return out
 
     def _module(self, root: fx.GraphModule, g: _Graph) -> fx.GraphModule:
-        gm = make_graph_module(root, g.graph)
+        gm = make_graph_module(g.attributes, g.graph)
+        gm.training = root.training
         gm.meta = dict(root.meta)
         gm.meta["dtr_planned"] = True
         return gm

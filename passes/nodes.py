@@ -96,6 +96,9 @@ _NOT_VIEW_PACKETS = frozenset({aten.contiguous, aten.to, aten._to_copy})
 # Deterministic once their seed is given.
 SEEDED_RANDOM_PACKETS = frozenset({prims.inductor_random, prims.inductor_randint})
 
+# Pure if the graphs are that they are given.
+_PURE_HIGHER_ORDER = frozenset({torch.ops.higher_order.flex_attention})
+
 _COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "symm_mem"})
 _PURE_NAMESPACES = frozenset({"aten", "prims", "inductor", "quantized_decomposed"})
 
@@ -231,11 +234,21 @@ def _given(node: fx.Node, index: int, argument: torch.Argument) -> object:
     return node.kwargs.get(argument.name, argument.default_value)
 
 
+def _inner_graphs(node: fx.Node) -> list[fx.Graph]:
+    """The graphs that a higher-order operator is given."""
+    attributes = (n for n in node.all_input_nodes if n.op == "get_attr")
+    found = (operator.attrgetter(n.target)(n.graph.owning_module) for n in attributes)  # type: ignore[arg-type]
+    return [module.graph for module in found if isinstance(module, fx.GraphModule)]
+
+
 def why_not_recomputable(node: fx.Node) -> str | None:
     """Why the node may run only once, or None if running it again gives the same value."""
     target = node.target
     if isinstance(target, HigherOrderOperator):
-        return f"higher-order operator {target.name()}"
+        if target not in _PURE_HIGHER_ORDER:
+            return f"higher-order operator {target.name()}"
+        inner = (n for graph in _inner_graphs(node) for n in graph.nodes)
+        return next(filter(None, map(why_not_recomputable, inner)), None)
     if not isinstance(target, OpOverload):
         return None
     if target.namespace in _COLLECTIVE_NAMESPACES:

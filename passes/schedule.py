@@ -165,10 +165,10 @@ _NO_WRAPPER = (
 def _marks_of_buffers(graph: Any, mark: str) -> dict[str, int]:
     """Which step or operator each buffer was lowered from: its latest origin's."""
     marks = {}
-    for buffer in graph.buffers:
+    for name, buffer in graph.name_to_buffer.items():
         of_origins = [n.meta[mark] for n in buffer.get_origins() if mark in n.meta]
         if of_origins:
-            marks[buffer.get_name()] = max(of_origins)
+            marks[name] = max(of_origins)
     return marks
 
 

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -905,6 +906,43 @@ def tensor_constants(compile_: Compile) -> Observed:
         return x * torch.tensor([0.5, 1.0] * (WIDTH // 2)) + torch.tensor(3.0)
 
     return train(Between(function), compile_, batch(grad=True))
+
+
+@scenario(recomputes=True)
+def tensor_constants_that_only_forward_reads(compile_: Compile) -> Observed:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i, layer in enumerate(self.layers):
+                x = torch.tanh(layer(x) + torch.tensor([float(i + j) for j in range(WIDTH)]))
+            return x
+
+    return train(Shifted(), compile_, batch(grad=True))
+
+
+@scenario(recomputes=True)
+def flex_attention(compile_: Compile) -> Observed:
+    """A higher-order operator with a graph of its own; only on other devices may users train it."""
+    from torch.nn.attention import flex_attention as flex
+
+    class FlexAttention(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            size, length, width = x.shape
+            q, k, v = (
+                t.view(size, length, 2, width // 2).transpose(1, 2)
+                for t in self.qkv(x).split(width, dim=2)
+            )
+            y = flex.flex_attention(q, k, v, score_mod=lambda s, _b, _h, i, j: s - 0.1 * (i - j))
+            return self.out(y.transpose(1, 2).reshape(size, length, width))
+
+    blocks = [Block() for _ in range(3)]
+    for block in blocks:
+        block.attention = FlexAttention()
+    with mock.patch.object(flex, "_validate_device", lambda *_: None):
+        return train(nn.Sequential(*blocks), compile_, batch(2, 32, WIDTH, grad=True))
 
 
 @scenario()

@@ -21,6 +21,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import Scheduler
+from torch.nn.attention.flex_attention import flex_attention
 
 import dtrcompile
 from dtrcompile.passes import inductor, layouts
@@ -380,6 +381,21 @@ def test_inference_under_a_budget() -> None:
     assert report.recomputed_runs > 0
     assert peak_bytes + static_bytes(module, x) <= report.promised_peak_bytes
     assert report.promised_peak_bytes < report.baseline_peak_bytes
+
+
+def test_flex_attention_has_buffers_without_a_name() -> None:
+    """Inference alone: FlexAttention does not train on a CPU."""
+
+    class Attends(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return flex_attention(y, y, y, score_mod=lambda s, _b, _h, i, j: s - 0.1 * (i - j))
+
+    torch.manual_seed(SEED)
+    module, x = Attends(16, 16), torch.randn(1, 2, 128, 16)
+    with torch.no_grad():
+        out = compile_dtr(module, "min", compiler="inductor")(x)
+        assert_close(out, torch.compile(module)(x))
 
 
 @pytest.mark.parametrize("budget", [1.0, "70%"])

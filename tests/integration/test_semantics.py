@@ -39,6 +39,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
     # Dynamo makes an instance of a custom autograd function while it traces it.
     "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore:flex_attention called without torch.compile:UserWarning",
 )
 
 
