@@ -173,8 +173,14 @@ class SharedGraph:
         self.ledger = ledger
         self.compile_with = compile_with
         self.waiting: list[weakref.ref[Any]] = []
+        # Of the step that this graph is one of: it must not run over its budget later on.
+        self.refusal: InfeasibleBudgetError | None = None
         assignment = ledger.first_assignment(more_follow)
-        self.function, self.what_is_known = compile_with(assignment)
+        try:
+            self.function, self.what_is_known = compile_with(assignment)
+        except BaseException:
+            ledger.abandon_step()
+            raise
         ledger.add(self)
 
     @property
@@ -186,6 +192,8 @@ class SharedGraph:
         ledger = self.ledger
         if ledger.observing:
             ledger.before_call(self)
+        if self.refusal is not None:
+            raise self.refusal
         result = self.function(*args)
         node = _backward_node(result)
         if node is not None:
@@ -253,7 +261,6 @@ class Ledger:
         self.graphs: list[weakref.ref[SharedGraph]] = []
         self.calls: list[_Call] = []
         self.observing = False
-        self.refusal: InfeasibleBudgetError | None = None
         self.is_partial = False  # the step being observed had begun before
 
     # While the first step runs
@@ -291,14 +298,17 @@ class Ledger:
             if (assignment.more_follow or others_wait) and not self.observing:
                 self.observing, self.is_partial = True, others_wait
 
+    def abandon_step(self) -> None:
+        """A graph could not be compiled, so the step that it belongs to never ends."""
+        with self.lock:
+            self.calls.clear()
+
     def _alive(self) -> list[SharedGraph]:
         return [graph for g in self.graphs if (graph := g()) is not None]
 
     def before_call(self, graph: SharedGraph) -> None:
         """A graph is about to be called: is the step before it over?"""
         with self.lock:
-            if self.refusal is not None:
-                raise self.refusal
             # Graphs without a backward may begin a step; if there are no others, the first to be
             # called again begins the next.
             is_begun = any(c.awaits_backward or c.graph is graph for c in self.calls)
@@ -311,9 +321,9 @@ class Ledger:
                 try:
                     self.settle(calls)
                 except InfeasibleBudgetError as refusal:
-                    # Again at every call: the step must not run over its budget later on.
-                    self.observing, self.refusal = True, refusal
-                    raise
+                    # Not raised here: the caller may belong to another model.
+                    for call in calls:
+                        call.graph.refusal = refusal
 
     def after_call(
         self, graph: SharedGraph, args: Sequence[Any], result: Any, *, awaits_backward: bool

@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtrcompile
+from dtrcompile import backend
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from tests.integration.helpers import (
     compile_dtr,
@@ -24,6 +26,7 @@ from tests.integration.helpers import (
     relative_error,
     static_bytes,
 )
+from tests.integration.scenarios import layers
 
 WIDTH, BATCH, BLOCKS = 48, 512, 8
 WIDE = 128  # two buckets of gradients
@@ -111,6 +114,29 @@ def test_a_step_that_cannot_fit_is_refused_and_stays_refused() -> None:
     for _ in range(2):
         with raises_dtr(InfeasibleBudgetError):
             compiled(x).backward()
+
+
+@pytest.mark.parametrize("is_first_step", [True, False])
+def test_a_refused_step_is_no_other_models(is_first_step: bool) -> None:
+    """Models with equal options share a ledger, also one after another."""
+    module, x = model_and_batch()
+    compiled = compile_dtr(module, "40%", compiler="eager")
+    if is_first_step:
+        plan = mock.Mock(side_effect=[mock.DEFAULT, InfeasibleBudgetError(1)], wraps=backend._plan)
+        with mock.patch.object(backend, "_plan", plan), raises_dtr(InfeasibleBudgetError):
+            compiled(x)
+    else:
+        compiled(x).backward()  # as small as can be, because what follows is not known
+        for _ in range(2):
+            with raises_dtr(InfeasibleBudgetError):
+                compiled(x).backward()
+    dtrcompile.clear_reports()
+    other, y = layers(12), torch.randn(16 * BATCH, 16)
+    compiled_other = compile_dtr(other, "40%", compiler="eager")
+    for _ in range(2):
+        compiled_other(y).square().sum().backward()
+    (report,) = dtrcompile.reports()
+    assert report.recomputed_runs > 0
 
 
 def test_evaluation_between_the_steps_is_no_part_of_them() -> None:
