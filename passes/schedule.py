@@ -344,6 +344,8 @@ class Ledger:
         wrapper: the one that is being run.
         step_bytes: step of the plan -> the most that was live when it allocated.
         workspace_bytes: operator -> the most that one of its calls held beside what it returned.
+        condition: the value of all conditions that wrappers branch on; ``has_conditions`` tells
+            whether there were any.
     """
 
     base_bytes: int = 0
@@ -356,6 +358,8 @@ class Ledger:
     wrapper: Wrapper = field(default_factory=lambda: Wrapper("", {}))
     step_bytes: dict[int, int] = field(default_factory=dict)
     workspace_bytes: dict[int, int] = field(default_factory=dict)
+    condition: bool = True
+    has_conditions: bool = False
 
     def __post_init__(self) -> None:
         self.peak_bytes = self.base_bytes
@@ -422,8 +426,11 @@ class _Counting(TorchDispatchMode):
         self.ledger = ledger
         self.inputs = inputs
         self.lines = lines
+        self.conditions: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return self._condition()
         result = func(*args, **(kwargs or {}))
         workspace = workspace_bytes(func, args, kwargs or {}, result)
         for t in pytree.tree_leaves(result):
@@ -434,6 +441,14 @@ class _Counting(TorchDispatchMode):
         if workspace:
             self.ledger.use(workspace, self._line())
         return result
+
+    def _condition(self) -> bool:
+        """What the wrapper branches on; asked at one place again, it is the end of a loop."""
+        self.ledger.has_conditions = True
+        line = self._line()
+        is_first = line not in self.conditions
+        self.conditions.add(line)
+        return self.ledger.condition and is_first
 
     def use_workspace(
         self, name: str, args: Sequence[object], kwargs: Mapping[str, object], out: object
@@ -598,15 +613,51 @@ def replay_schedule(
     Saved tensors go from forward's outputs to backward's inputs as the partitioner's contract says:
     forward returns tensors then symbols, backward takes symbols then tensors.
 
+    Where a wrapper branches on a tensor (`torch.cond`), all conditions are taken to be true, then
+    false; the higher peak counts.
+
     Args:
         backward: gives the backward's wrapper, told what it receives from forward, in the order of
             its inputs: the strides are those that Inductor chose.
         tangent_of: backward input -> the forward output that it is the gradient of.
     """
+
+    def replayed(condition: bool) -> tuple[Measured, bool]:
+        ledger = Ledger(
+            base_bytes=resident.parameters + resident.inputs,
+            alignment_bytes=alignment_bytes,
+            condition=condition,
+        )
+        measured = _replay(
+            ledger,
+            forward,
+            backward,
+            forward_placeholders,
+            backward_placeholders,
+            num_fwd_outputs,
+            tangent_of,
+            resident,
+        )
+        return measured, ledger.has_conditions
+
+    measured, has_conditions = replayed(True)
+    if has_conditions:
+        measured = max(measured, replayed(False)[0], key=lambda m: m.peak_bytes)
+    return measured
+
+
+def _replay(
+    ledger: Ledger,
+    forward: Wrapper,
+    backward: Callable[[Sequence[object]], Wrapper] | None,
+    forward_placeholders: Sequence[fx.Node],
+    backward_placeholders: Sequence[fx.Node],
+    num_fwd_outputs: int,
+    tangent_of: Mapping[int, int],
+    resident: Resident,
+) -> Measured:
+    """`replay_schedule` into a fresh ledger."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    ledger = Ledger(
-        base_bytes=resident.parameters + resident.inputs, alignment_bytes=alignment_bytes
-    )
     outputs = run_wrapper(forward, fake_inputs(mode, forward_placeholders), ledger, mode)
     forward_peak_bytes = ledger.peak_bytes
     user_outputs, saved = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]

@@ -383,6 +383,46 @@ def test_inference_under_a_budget() -> None:
     assert report.promised_peak_bytes < report.baseline_peak_bytes
 
 
+def test_both_branches_of_a_condition_count() -> None:
+    """The second holds a matrix product more."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(F.gelu(x))
+            return torch.cond(  # type: ignore[no-any-return]
+                x.sum() > 0, lambda x, _: x.sin(), lambda x, w: (x @ w).cos() @ w.t(), (x, w)
+            )
+
+    torch.manual_seed(SEED)
+    module, x, w = Branches(), torch.randn(512, 16), torch.randn(16, 32, requires_grad=True)
+    compiled = compile_dtr(module, "min", compiler="inductor")
+    peaks = []
+    for bias in (100.0, -100.0):
+        with torch.no_grad():
+            module.layers[-1].bias.fill_(bias)
+        module.zero_grad(set_to_none=True)
+        module(x, w).square().sum().backward()
+        expected = gradients_of(module)
+
+        def step() -> None:
+            module.zero_grad(set_to_none=True)
+            w.grad = None
+            compiled(x, w).square().sum().backward()
+
+        step()
+        assert relative_error(gradients_of(module), expected) <= SAME
+        module.zero_grad(set_to_none=True)
+        w.grad = None
+        peaks.append(live_peak_bytes(step) + static_bytes(module, x, w))
+    (report,) = dtrcompile.reports()
+    assert peaks[0] < peaks[1] <= report.promised_peak_bytes
+
+
 def test_flex_attention_has_buffers_without_a_name() -> None:
     """Inference alone: FlexAttention does not train on a CPU."""
 
