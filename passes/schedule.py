@@ -166,7 +166,7 @@ def _marks_of_buffers(graph: Any, mark: str) -> dict[str, int]:
     """Which step or operator each buffer was lowered from: its latest origin's."""
     marks = {}
     for name, buffer in graph.name_to_buffer.items():
-        of_origins = [n.meta[mark] for n in buffer.get_origins() if mark in n.meta]
+        of_origins = [n.meta[mark] for n in buffer.origins if mark in n.meta]
         if of_origins:
             marks[name] = max(of_origins)
     return marks

@@ -423,6 +423,32 @@ def test_both_branches_of_a_condition_count() -> None:
     assert peaks[0] < peaks[1] <= report.promised_peak_bytes
 
 
+@torch.library.custom_op("dtrcompile_tests::halve_", mutates_args=("x",))
+def halve_(x: torch.Tensor) -> None:
+    """What a user's own kernel does: it writes into its argument."""
+    x.mul_(0.5)
+
+
+def test_a_custom_operator_that_writes_into_its_argument() -> None:
+    class Halved(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            gate = y.detach().clone()
+            halve_(gate)
+            return y * gate.sigmoid()
+
+    torch.manual_seed(SEED)
+    module, x = nn.Sequential(*(Halved(16, 16) for _ in range(3))), torch.randn(256, 16)
+    module(x).sum().backward()
+    expected = gradients_of(module)
+    module.zero_grad(set_to_none=True)
+    peak_bytes = _peak_of_a_step(module, x, "min")
+    (report,) = dtrcompile.reports()
+    assert relative_error(gradients_of(module), expected) <= SAME
+    assert report.recomputed_runs > 0
+    assert peak_bytes <= report.promised_peak_bytes
+
+
 def test_flex_attention_has_buffers_without_a_name() -> None:
     """Inference alone: FlexAttention does not train on a CPU."""
 
