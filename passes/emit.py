@@ -17,7 +17,7 @@ objects, then tangents and whatever else only backward receives.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -27,14 +27,16 @@ from torch import fx
 
 from dtrcompile.passes.capture import Captured, output_arguments, view_base
 from dtrcompile.passes.errors import CaptureError
-from dtrcompile.passes.nodes import Role, is_mutating, is_sequence, is_tensor, role
+from dtrcompile.passes.nodes import Role, is_mutating, is_sequence, is_tensor, role, value
 from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step, refuse_copies
 from dtrcompile.passes.torch_private import (
+    PythonReferenceAnalysis,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
     find_symbol_binding_fx_nodes,
     free_symbols,
     make_graph_module,
+    sympy_interp,
 )
 
 
@@ -290,6 +292,7 @@ class _Emitter:
         """Emit numbers that depend only on inputs; the rest follow the operator they come from."""
         for node in _calls(gm.graph):
             self._emit_scalar(g, node)
+            self._emit_from_symbols(g, node)
         for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
             if not is_tensor(node) and node.users:
                 self._value(g, node)
@@ -307,6 +310,29 @@ class _Emitter:
             for n in owners
         ):
             g.fixed[node] = self._copy(g, node, frozenset(), {})
+
+    def _emit_from_symbols(self, g: _Graph, node: fx.Node) -> None:
+        """Emit a size of something computed, which the inputs' sizes determine, without it."""
+        val = value(node)
+        if node in g.fixed or not isinstance(val, torch.types.py_sym_types):
+            return
+        symbols = {
+            number.node.expr: n
+            for n in g.fixed.values()
+            if isinstance(number := value(n), torch.SymInt)
+        }
+        expression = val.node.expr
+        if not expression.free_symbols or not expression.free_symbols <= symbols.keys():
+            return  # a constant, or it depends on data
+        present = len(g.graph.nodes)
+        tracer = fx.proxy.GraphAppendingTracer(g.graph)
+        values = {s: fx.Proxy(symbols[s], tracer) for s in expression.free_symbols}
+        result = sympy_interp(PythonReferenceAnalysis, values, expression)
+        assert isinstance(result, fx.Proxy), (node, expression)
+        for made in list(g.graph.nodes)[present:]:
+            args, kwargs = fx.map_arg((made.args, made.kwargs), value)
+            made.meta["val"] = made.target(*args, **kwargs)
+        g.fixed[node] = result.node
 
     def _dependent_scalars(self, g: _Graph, node: fx.Node, members: frozenset[fx.Node]) -> None:
         """Numbers computed from a kernel's results: emitted with its first run."""
@@ -354,6 +380,8 @@ class _Emitter:
         """What backward receives from forward: (original, forward's node), by output group."""
         captured = self.captured
         assert captured.backward is not None
+        bindings: Mapping[object, fx.Node] = find_symbol_binding_fx_nodes(captured.forward.graph)
+        symbols: set[object] = set()
         needed: dict[fx.Node, None] = {}
         in_backward: set[int] = set()
 
@@ -371,7 +399,10 @@ class _Emitter:
                 if is_number and n.graph is captured.forward.graph and not is_sequence(n):
                     needed.setdefault(n)
                     return
-                if view_base(n) is not None or kind is Role.SCALAR:
+                found = _symbols(n)
+                if kind is Role.SCALAR and found and found <= bindings.keys():
+                    symbols.update(found)  # see `_emit_from_symbols`
+                elif view_base(n) is not None or kind is Role.SCALAR:
                     for m in n.all_input_nodes:
                         need(m)
 
@@ -414,9 +445,7 @@ class _Emitter:
         tensors.sort(key=lambda pair: _no_version_check(pair[1]))  # stable
 
         # Every symbol in the shape of a backward input must be bound by an input.
-        bindings = find_symbol_binding_fx_nodes(captured.forward.graph)
         bound = {original for original, _ in scalars}
-        symbols: set[object] = set()
         for original, _ in (*tensors, *scalars):
             symbols |= set(free_symbols(original.meta["val"]))
         for node in captured.backward.graph.find_nodes(op="placeholder"):
@@ -425,12 +454,18 @@ class _Emitter:
         extra = [
             bindings[s]
             for s in sorted(symbols, key=str)
-            if s in bindings and bindings[s] not in bound  # type: ignore[index]
+            if s in bindings and bindings[s] not in bound
         ]
         binding = [(n, self._value(forward, n)) for n in extra]
         binding += [pair for pair in scalars if pair[0] in set(bindings.values())]
         derived = [pair for pair in scalars if pair[0] not in set(bindings.values())]
         return tensors, [*binding, *derived], opaque
+
+
+def _symbols(number: fx.Node) -> set[object]:
+    """The symbols of a size's expression."""
+    val = value(number)
+    return set(free_symbols(val)) if isinstance(val, torch.types.py_sym_types) else set()
 
 
 def _calls(graph: fx.Graph) -> list[fx.Node]:

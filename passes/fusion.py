@@ -113,8 +113,8 @@ def _flush_before_much_is_freed(scheduling: Any) -> bool:
         # Inputs that are the caller's, in AOTAutograd's naming, are not freed.
         graph.dtr_buffer_bytes.update(
             (name, _bytes_of(graph, name))
-            for name in graph.graph_inputs
-            if not name.startswith(("primals", "tangents"))
+            for name, given in graph.graph_inputs.items()
+            if isinstance(given, TensorBox) and not name.startswith(("primals", "tangents"))
         )
     names = graph.scheduler.buffer_names_to_free - graph.removed_buffers
     freed_bytes = sum(graph.dtr_buffer_bytes.get(name, 0) for name in names)

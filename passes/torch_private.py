@@ -27,6 +27,8 @@ from torch.fx.experimental.symbolic_shapes import (
     free_symbols,
     is_symbol_binding_fx_node,
 )
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 # --- the eager executor -------------------------------------------------------------------------
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_views

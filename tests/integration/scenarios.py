@@ -1284,6 +1284,34 @@ def changing_sequence_length(compile_: Compile) -> Observed:
     return {"outputs": outputs, **state_of(module)}
 
 
+class Shortened(nn.Module):
+    """Lengths that are not the input's: of a view of a convolution, and of a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3)
+        self.layers = layers(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        size, length, _ = x.shape
+        x = self.layers(x.reshape(size * length, WIDTH)).view(size, length, WIDTH)
+        x = torch.cat([x, x[:, : length // 2].sin()], 1)
+        return self.layers(x * x.shape[1] ** -0.5)
+
+
+@scenario(recomputes=True)
+def changing_length_of_what_is_computed(compile_: Compile) -> Observed:
+    module = Shortened()
+    compiled = compile_(module)
+    outputs = []
+    for length in (12, 16, 20):
+        out = compiled(batch(4, length, WIDTH))
+        out.square().sum().backward()
+        outputs.append(out)
+    return {"outputs": outputs, **state_of(module)}
+
+
 @scenario(Against.RANDOM)
 def changing_batch_size_with_dropout(compile_: Compile) -> Observed:
     module = nn.Sequential(*layers(2), nn.Dropout(0.4), *layers(2), nn.Dropout(0.4))

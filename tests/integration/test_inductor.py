@@ -42,7 +42,7 @@ from tests.integration.helpers import (
     relative_error,
     static_bytes,
 )
-from tests.integration.scenarios import Block
+from tests.integration.scenarios import Block, Shortened
 
 pytestmark = [pytest.mark.inductor]
 
@@ -447,6 +447,19 @@ def test_a_custom_operator_that_writes_into_its_argument() -> None:
     assert relative_error(gradients_of(module), expected) <= SAME
     assert report.recomputed_runs > 0
     assert peak_bytes <= report.promised_peak_bytes
+
+
+def test_sizes_of_what_is_computed_reach_backward() -> None:
+    torch.manual_seed(SEED)
+    module, x = Shortened(), torch.randn(4, 40, 16)
+    module(x).square().sum().backward()
+    expected = gradients_of(module)
+    module.zero_grad(set_to_none=True)
+    compiled = compile_dtr(module, "min", compiler="inductor", dynamic=True)
+    compiled(x).square().sum().backward()
+    (report,) = dtrcompile.reports()
+    assert report.recomputed_runs > 0
+    assert relative_error(gradients_of(module), expected) <= SAME
 
 
 def test_flex_attention_has_buffers_without_a_name() -> None:
