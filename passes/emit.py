@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,7 +26,15 @@ from torch import fx
 
 from dtrcompile.passes.capture import Captured, output_arguments, view_base
 from dtrcompile.passes.errors import CaptureError
-from dtrcompile.passes.nodes import Role, is_mutating, is_sequence, is_tensor, role, value
+from dtrcompile.passes.nodes import (
+    Role,
+    attribute,
+    is_mutating,
+    is_sequence,
+    is_tensor,
+    role,
+    value,
+)
 from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step, refuse_copies
 from dtrcompile.passes.torch_private import (
     PythonReferenceAnalysis,
@@ -264,9 +271,7 @@ class _Emitter:
 
     def _attribute(self, g: _Graph, n: fx.Node) -> str:
         """What ``g`` calls the constant, or the graph of a higher-order operator, of a get_attr."""
-        captured = self.captured
-        root = captured.forward if n.graph is captured.forward.graph else captured.backward
-        found = attrgetter(n.target)(root)
+        found = attribute(n)
         name = str(n.target)
         while g.attributes.setdefault(name, found) is not found:
             name += "_"  # backward has another of that name

@@ -31,7 +31,7 @@ from dtrcompile.passes.pipeline import (
 )
 from dtrcompile.passes.program import StorageKind
 from dtrcompile.passes.replay import PlanStats
-from dtrcompile.passes.schedule import Resident, Wrapper, lower, replay_schedule
+from dtrcompile.passes.schedule import Ledger, Resident, Wrapper, lower, replay_schedule
 from dtrcompile.passes.torch_private import (
     FakeTensor,
     InputMutationAOTOutput,
@@ -89,17 +89,35 @@ def schedule_of(
     forward: Wrapper,
     backward: Callable[[Sequence[object]], Wrapper] | None,
 ) -> Measured:
-    """Replay the wrappers of a step; ``graphs`` are the modules they were made from."""
-    return replay_schedule(
-        forward,
-        backward,
-        forward_placeholders=placeholders(graphs[0]),
-        backward_placeholders=placeholders(graphs[1]) if len(graphs) > 1 else [],
-        num_fwd_outputs=captured.num_fwd_outputs,
-        tangent_of=_tangent_of(graphs, captured.num_fwd_outputs),
-        resident=resident_bytes(captured),
-        alignment_bytes=CUDA_ALIGNMENT_BYTES if device_of(captured).type == "cuda" else 1,
-    )
+    """Replay the wrappers of a step; ``graphs`` are the modules they were made from.
+
+    Where a wrapper branches on a tensor (`torch.cond`), all conditions are taken to be true, then
+    false; the higher peak counts.
+    """
+    resident = resident_bytes(captured)
+
+    def replayed(condition: bool) -> tuple[Measured, bool]:
+        ledger = Ledger(
+            base_bytes=resident.parameters + resident.inputs,
+            alignment_bytes=CUDA_ALIGNMENT_BYTES if device_of(captured).type == "cuda" else 1,
+            condition=condition,
+        )
+        measured = replay_schedule(
+            ledger,
+            forward,
+            backward,
+            forward_placeholders=placeholders(graphs[0]),
+            backward_placeholders=placeholders(graphs[1]) if len(graphs) > 1 else [],
+            num_fwd_outputs=captured.num_fwd_outputs,
+            tangent_of=_tangent_of(graphs, captured.num_fwd_outputs),
+            resident=resident,
+        )
+        return measured, ledger.has_conditions
+
+    measured, has_conditions = replayed(True)
+    if has_conditions:
+        measured = max(measured, replayed(False)[0], key=lambda m: m.peak_bytes)
+    return measured
 
 
 def _tangent_of(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> dict[int, int]:

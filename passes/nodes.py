@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -111,6 +112,11 @@ def packet(node: fx.Node) -> object:
 def value(node: fx.Node) -> object:
     """The fake value of a node, or None where there is none."""
     return node.meta.get("val")
+
+
+def attribute(node: fx.Node) -> Any:
+    """What a get_attr node refers to."""
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -236,8 +242,7 @@ def _given(node: fx.Node, index: int, argument: torch.Argument) -> object:
 
 def _inner_graphs(node: fx.Node) -> list[fx.Graph]:
     """The graphs that a higher-order operator is given."""
-    attributes = (n for n in node.all_input_nodes if n.op == "get_attr")
-    found = (operator.attrgetter(n.target)(n.graph.owning_module) for n in attributes)  # type: ignore[arg-type]
+    found = (attribute(n) for n in node.all_input_nodes if n.op == "get_attr")
     return [module.graph for module in found if isinstance(module, fx.GraphModule)]
 
 

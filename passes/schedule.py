@@ -444,8 +444,10 @@ class _Counting(TorchDispatchMode):
 
     def _condition(self) -> bool:
         """What the wrapper branches on; asked at one place again, it is the end of a loop."""
-        self.ledger.has_conditions = True
         line = self._line()
+        if line.startswith("assert not "):
+            return False  # of the setting ``nan_asserts``
+        self.ledger.has_conditions = True
         is_first = line not in self.conditions
         self.conditions.add(line)
         return self.ledger.condition and is_first
@@ -491,9 +493,6 @@ def fake_inputs(mode: FakeTensorMode, placeholders: Sequence[fx.Node]) -> list[o
     return inputs
 
 
-_ASSERTED_VALUE = re.compile(r"\bassert not (\w+\.is(?:nan|inf)\(\)\.any\(\))\.item\(\)")
-
-
 def run_wrapper(
     wrapper: Wrapper, inputs: list[object], ledger: Ledger, mode: FakeTensorMode
 ) -> list[object]:
@@ -514,8 +513,6 @@ def run_wrapper(
         raise VerificationError(_NO_WRAPPER)
     namespace: dict[str, Any] = {"__name__": "dtr_wrapper", "_dtr_kernel": _Kernel()}
     source = wrapper.source.replace(start, "async_compile = _dtr_kernel")
-    # What the setting ``nan_asserts`` looks at is allocated, but has no value here.
-    source = _ASSERTED_VALUE.sub(r"\1", source)
 
     def empty(device: str) -> Any:
         def allocate(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
@@ -598,6 +595,7 @@ class Resident:
 
 
 def replay_schedule(
+    ledger: Ledger,
     forward: Wrapper,
     backward: Callable[[Sequence[object]], Wrapper] | None,
     *,
@@ -606,57 +604,18 @@ def replay_schedule(
     num_fwd_outputs: int,
     tangent_of: Mapping[int, int],
     resident: Resident,
-    alignment_bytes: int,
 ) -> Measured:
     """Replay a training step's (or an inference pass's) wrappers and read the peak.
 
     Saved tensors go from forward's outputs to backward's inputs as the partitioner's contract says:
     forward returns tensors then symbols, backward takes symbols then tensors.
 
-    Where a wrapper branches on a tensor (`torch.cond`), all conditions are taken to be true, then
-    false; the higher peak counts.
-
     Args:
+        ledger: a fresh one, whose base is what is resident in forward.
         backward: gives the backward's wrapper, told what it receives from forward, in the order of
             its inputs: the strides are those that Inductor chose.
         tangent_of: backward input -> the forward output that it is the gradient of.
     """
-
-    def replayed(condition: bool) -> tuple[Measured, bool]:
-        ledger = Ledger(
-            base_bytes=resident.parameters + resident.inputs,
-            alignment_bytes=alignment_bytes,
-            condition=condition,
-        )
-        measured = _replay(
-            ledger,
-            forward,
-            backward,
-            forward_placeholders,
-            backward_placeholders,
-            num_fwd_outputs,
-            tangent_of,
-            resident,
-        )
-        return measured, ledger.has_conditions
-
-    measured, has_conditions = replayed(True)
-    if has_conditions:
-        measured = max(measured, replayed(False)[0], key=lambda m: m.peak_bytes)
-    return measured
-
-
-def _replay(
-    ledger: Ledger,
-    forward: Wrapper,
-    backward: Callable[[Sequence[object]], Wrapper] | None,
-    forward_placeholders: Sequence[fx.Node],
-    backward_placeholders: Sequence[fx.Node],
-    num_fwd_outputs: int,
-    tangent_of: Mapping[int, int],
-    resident: Resident,
-) -> Measured:
-    """`replay_schedule` into a fresh ledger."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     outputs = run_wrapper(forward, fake_inputs(mode, forward_placeholders), ledger, mode)
     forward_peak_bytes = ledger.peak_bytes

@@ -676,11 +676,15 @@ class Attention(nn.Module):
             t.view(size, length, 2, width // 2).transpose(1, 2)
             for t in self.qkv(x).split(width, dim=2)
         )
+        y = self.attend(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(size, length, width))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        length = q.shape[2]
         mask = torch.ones(length, length, dtype=torch.bool).tril() if self.mask else None
-        y = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q, k, v, mask, self.dropout if self.training else 0.0, is_causal=self.causal
         )
-        return self.out(y.transpose(1, 2).reshape(size, length, width))
 
 
 class Block(nn.Module):
@@ -929,14 +933,8 @@ def flex_attention(compile_: Compile) -> Observed:
     from torch.nn.attention import flex_attention as flex
 
     class FlexAttention(Attention):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            size, length, width = x.shape
-            q, k, v = (
-                t.view(size, length, 2, width // 2).transpose(1, 2)
-                for t in self.qkv(x).split(width, dim=2)
-            )
-            y = flex.flex_attention(q, k, v, score_mod=lambda s, _b, _h, i, j: s - 0.1 * (i - j))
-            return self.out(y.transpose(1, 2).reshape(size, length, width))
+        def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return flex.flex_attention(q, k, v, score_mod=lambda s, _b, _h, i, j: s - 0.1 * (i - j))
 
     blocks = [Block() for _ in range(3)]
     for block in blocks:
@@ -1259,29 +1257,29 @@ def two_models(compile_: Compile) -> Observed:
     return {"first": state_of(first), "second": state_of(second), "gradient": x.grad}
 
 
-@scenario()
-def changing_batch_size(compile_: Compile) -> Observed:
-    """The second size makes Dynamo compile again with a symbolic batch; the third reuses that."""
-    module = layers(4)
+def train_on_shapes(
+    module: nn.Module, compile_: Compile, shapes: list[tuple[int, ...]]
+) -> Observed:
+    """A step for each shape of the batch; gradients add up."""
     compiled = compile_(module)
     outputs = []
-    for size in (8, 12, 20, 5):
-        out = compiled(batch(size, WIDTH))
+    for shape in shapes:
+        out = compiled(batch(*shape))
         out.square().sum().backward()
         outputs.append(out)
     return {"outputs": outputs, **state_of(module)}
+
+
+@scenario()
+def changing_batch_size(compile_: Compile) -> Observed:
+    """The second size makes Dynamo compile again with a symbolic batch; the third reuses that."""
+    return train_on_shapes(layers(4), compile_, [(size, WIDTH) for size in (8, 12, 20, 5)])
 
 
 @scenario()
 def changing_sequence_length(compile_: Compile) -> Observed:
     module = nn.Sequential(Block(causal=True), Block(causal=True))
-    compiled = compile_(module)
-    outputs = []
-    for length in (8, 12, 16):
-        out = compiled(batch(2, length, WIDTH))
-        out.square().sum().backward()
-        outputs.append(out)
-    return {"outputs": outputs, **state_of(module)}
+    return train_on_shapes(module, compile_, [(2, length, WIDTH) for length in (8, 12, 16)])
 
 
 class Shortened(nn.Module):
@@ -1302,26 +1300,13 @@ class Shortened(nn.Module):
 
 @scenario(recomputes=True)
 def changing_length_of_what_is_computed(compile_: Compile) -> Observed:
-    module = Shortened()
-    compiled = compile_(module)
-    outputs = []
-    for length in (12, 16, 20):
-        out = compiled(batch(4, length, WIDTH))
-        out.square().sum().backward()
-        outputs.append(out)
-    return {"outputs": outputs, **state_of(module)}
+    return train_on_shapes(Shortened(), compile_, [(4, length, WIDTH) for length in (12, 16, 20)])
 
 
 @scenario(Against.RANDOM)
 def changing_batch_size_with_dropout(compile_: Compile) -> Observed:
     module = nn.Sequential(*layers(2), nn.Dropout(0.4), *layers(2), nn.Dropout(0.4))
-    compiled = compile_(module)
-    outputs = []
-    for size in (8, 12, 20):
-        out = compiled(batch(size, WIDTH))
-        out.square().sum().backward()
-        outputs.append(out)
-    return {"outputs": outputs, **state_of(module)}
+    return train_on_shapes(module, compile_, [(size, WIDTH) for size in (8, 12, 20)])
 
 
 @scenario()
