@@ -37,6 +37,7 @@ from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.nodes import (
     Role,
     extent_bytes,
+    has_unbacked_size,
     is_mutating,
     is_sequence,
     is_tensor,
@@ -235,11 +236,23 @@ class _Capture:
         return [self.same_value.get(n, n) for n in node.all_input_nodes]
 
     def run(self) -> Captured:
+        self._refuse_unknown_sizes()
         clusters = self._clusters()
         materialized = self._materialized(clusters)
         constants = self._constants()
         operators = self._operators(clusters, materialized)
         return self._program(constants, operators)
+
+    def _refuse_unknown_sizes(self) -> None:
+        for node in (*self.forward_nodes, *self.backward_nodes):
+            if any(has_unbacked_size(v) for v in tensor_values(node)):
+                raise CaptureError(
+                    f"the size of {node.name!r} is not known before the step runs, so no bytes can"
+                    " be promised. Where values decide it, leave capture_dynamic_output_shape_ops"
+                    " and capture_scalar_outputs of torch._dynamo.config at False: the graph then"
+                    " ends before, and the next knows the size. Mark an input with"
+                    " torch._dynamo.mark_dynamic, not with mark_unbacked."
+                )
 
     # --- grouping -----------------------------------------------------------------------------
 

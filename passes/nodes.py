@@ -203,12 +203,12 @@ def role(node: fx.Node) -> Role:
 
 
 def needs_own_kernel(node: fx.Node) -> bool:
-    """Data-dependent output sizes, unseeded randomness and complex numbers are not fused."""
+    """Unseeded randomness and complex numbers are not fused."""
     if not isinstance(node.target, OpOverload):
         return True
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return True
-    return any(v.dtype.is_complex or has_unbacked_size(v) for v in tensor_values(node))
+    return any(v.dtype.is_complex for v in tensor_values(node))
 
 
 def tensor_values(node: fx.Node) -> list[torch.Tensor]:
@@ -219,7 +219,8 @@ def tensor_values(node: fx.Node) -> list[torch.Tensor]:
 
 
 def has_unbacked_size(tensor: torch.Tensor) -> bool:
-    """Whether a size is only known when the operator has run."""
+    """Whether a size is not known when the graph is traced: it depends on a tensor's values, or the
+    user wants nothing assumed about it (`torch._dynamo.decorators.mark_unbacked`)."""
     return any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in tensor.shape)
 
 
@@ -266,8 +267,6 @@ def why_not_recomputable(node: fx.Node) -> str | None:
         return f"custom operator {target} is not known to be pure"
     if not target._schema.returns:
         return "it is run for its effect"
-    if any(has_unbacked_size(v) for v in tensor_values(node)):
-        return "its output size depends on data"
     policy = node.meta.get("recompute")
     if policy is not None and getattr(policy, "name", "") == "MUST_SAVE":
         return "the user's checkpoint policy says that it must be saved"

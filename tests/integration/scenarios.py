@@ -1246,6 +1246,26 @@ def data_dependent_branch(compile_: Compile) -> Observed:
 
 
 @scenario()
+def sizes_that_values_decide(compile_: Compile) -> Observed:
+    """Dynamo ends the graph at each; the next one's sizes are symbols."""
+    first, second = layers(2), layers(2)
+
+    def function(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        h = first(x)
+        h = second(h[h.detach()[:, 0] > 0])
+        parts = [second(part).square().sum() for part in h[:4].split(lengths.tolist())]
+        return h.sum() + sum(parts)
+
+    compiled = compile_(function)
+    outputs = []
+    for _ in range(3):
+        out = compiled(batch(), torch.tensor([1, 3]))
+        out.backward()
+        outputs.append(out)
+    return {"outputs": outputs, "first": state_of(first), "second": state_of(second)}
+
+
+@scenario()
 def two_models(compile_: Compile) -> Observed:
     first, second = layers(4), nn.Sequential(*layers(2), nn.LayerNorm(WIDTH))
     compiled_first, compiled_second = compile_(first), compile_(second)

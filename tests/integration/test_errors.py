@@ -15,7 +15,12 @@ import torch
 from torch import nn
 
 import dtrcompile
-from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, OptionError
+from dtrcompile.passes.errors import (
+    CaptureError,
+    DTRError,
+    InfeasibleBudgetError,
+    OptionError,
+)
 from tests.integration.helpers import compile_dtr, executor_checked, raises_dtr, unwrap
 from tests.integration.scenarios import BATCH, WIDTH, batch, layers
 
@@ -304,3 +309,35 @@ def test_a_later_graph_of_the_same_model_may_be_the_infeasible_one() -> None:
     with raises_dtr(InfeasibleBudgetError):
         compiled(large)
     compiled(small).sum().backward()
+
+
+@pytest.mark.parametrize("of", ["nonzero", "item", "input"])
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_sizes_that_are_not_known_when_planning(of: str, budget: str) -> None:
+    """No bytes can be promised; without the settings that make such graphs, the model runs."""
+    first, second = layers(2), layers(2)
+
+    def function(x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        h = first(x)
+        if of == "nonzero":
+            h = h[torch.nonzero(h[:, 0] > 0).flatten()]
+        elif of == "item":
+            count = length.item()
+            torch._check(count >= 2)
+            torch._check(count <= BATCH)
+            h = h[: int(count)]
+        return second(h).sum()
+
+    x, length = batch(), torch.tensor(BATCH // 2)
+    if of == "input":
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+    with (
+        torch._dynamo.config.patch(
+            capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+        ),
+        raises_dtr(CaptureError, "size", "mark_dynamic"),
+    ):
+        compile_dtr(function, budget)(x, length)
+    torch._dynamo.reset()
+    with executor_checked():
+        compile_dtr(function, budget)(batch(), length).backward()
