@@ -47,6 +47,7 @@ from dtrcompile.passes.pipeline import (
 from dtrcompile.passes.plan import Boundary
 from dtrcompile.passes.planners import make_planner
 from dtrcompile.passes.program import StorageKind
+from dtrcompile.passes.regions import inline_regions
 from dtrcompile.passes.repairs import repaired
 from dtrcompile.passes.schedule import Wrapper, copied_module, remembering_strides
 from dtrcompile.passes.torch_private import (
@@ -98,6 +99,7 @@ def dtr(
         inductor = (options or {}).get("inductor") or {}
         options = {**(options or {}), "inductor": {"mode": mode, **inductor}}
     parsed = Options.parse(options)
+    inline_regions(gm)
     return SharedGraph(
         ledger_of(parsed), _Source(gm, example_inputs, parsed).compile, more_graphs_follow(gm)
     )

@@ -943,6 +943,41 @@ def flex_attention(compile_: Compile) -> Observed:
         return train(nn.Sequential(*blocks), compile_, batch(2, 32, WIDTH, grad=True))
 
 
+class Doubled(nn.Module):
+    """A region that calls another, holds a constant, and draws random numbers where asked."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(self.first(x)) * torch.tensor([0.5, 1.5]).repeat(WIDTH)
+        return x + F.dropout(self.second(h), self.dropout, self.training)
+
+    @torch.compiler.nested_compile_region
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return F.gelu(h) * h.sigmoid()
+
+
+@scenario(recomputes=True)
+def regions_compiled_once(compile_: Compile) -> Observed:
+    return train(nn.Sequential(*(Doubled() for _ in range(4))), compile_, batch(grad=True))
+
+
+@scenario(Against.RANDOM)
+def regions_with_dropout(compile_: Compile) -> Observed:
+    return train(nn.Sequential(*(Doubled(0.3) for _ in range(4))), compile_, batch(grad=True))
+
+
+@scenario()
+def no_grad_regions(compile_: Compile) -> Observed:
+    module = nn.Sequential(*(Doubled() for _ in range(4)))
+    with torch.no_grad():
+        return {"output": compile_(module)(batch())}
+
+
 @scenario()
 def linear_algebra(compile_: Compile) -> Observed:
     def function(x: torch.Tensor) -> torch.Tensor:
