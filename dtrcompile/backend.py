@@ -289,6 +289,7 @@ def _plan(
         is_whole_peak=options.is_whole_peak,
         always_emit=not is_inductor,
     )
+    session.captured = outcome.captured
     if not outcome.is_guess:  # else when forward is compiled and known
         _report(session)
     return outcome

@@ -36,6 +36,7 @@ from dtrcompile.passes.costs import CostModel
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.nodes import (
     Role,
+    draws_random_numbers,
     extent_bytes,
     has_unbacked_size,
     is_mutating,
@@ -89,6 +90,8 @@ class Captured:
         storage_nodes: for each storage, the node that owns it.
         storage_of: node -> storage id, for owners and constants (several constants may share one).
         same_value: backward placeholder -> the forward node that it receives.
+        static_input_indices: which forward inputs are parameters and buffers.
+        cost_model: what operators cost.
     """
 
     program: Program
@@ -99,6 +102,31 @@ class Captured:
     storage_nodes: tuple[fx.Node, ...]
     storage_of: dict[fx.Node, int]
     same_value: dict[fx.Node, fx.Node]
+    static_input_indices: frozenset[int]
+    cost_model: CostModel
+
+    @property
+    def draws(self) -> dict[int, fx.Node]:
+        """Operator -> its node, of those that draw random numbers, in the program's order."""
+        return {
+            o: node
+            for o, operator in enumerate(self.operators)
+            for node in operator.nodes
+            if draws_random_numbers(node)
+        }
+
+    def with_draws(self, order: Sequence[int]) -> Captured:
+        """The same graphs as a program that runs these operators, of `draws`, in this order."""
+        draws = self.draws
+        return capture(
+            self.forward,
+            self.backward,
+            num_fwd_outputs=self.num_fwd_outputs,
+            static_input_indices=self.static_input_indices,
+            cost_model=self.cost_model,
+            draws=[draws[o] for o in order],
+            name=self.program.name,
+        )
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The node that makes the value: through a backward placeholder to the forward."""
@@ -152,6 +180,7 @@ def capture(
     num_fwd_outputs: int,
     static_input_indices: Iterable[int],
     cost_model: CostModel,
+    draws: Sequence[fx.Node] = (),
     name: str = "graph",
 ) -> Captured:
     """Build the program of a forward graph and, for training, its backward graph.
@@ -161,12 +190,13 @@ def capture(
             of the forward nodes whose values they receive (the partitioner's contract).
         num_fwd_outputs: number of the user's outputs among forward's.
         static_input_indices: which forward inputs are parameters and buffers.
+        draws: nodes that draw random numbers, in the order that they are to have in the program.
 
     Raises:
         CaptureError: if a graph holds what cannot be planned.
     """
     return _Capture(
-        forward, backward, num_fwd_outputs, frozenset(static_input_indices), cost_model, name
+        forward, backward, num_fwd_outputs, frozenset(static_input_indices), cost_model, draws, name
     ).run()
 
 
@@ -186,6 +216,7 @@ class _Capture:
         num_fwd_outputs: int,
         static_input_indices: frozenset[int],
         cost_model: CostModel,
+        draws: Sequence[fx.Node],
         name: str,
     ) -> None:
         self.forward = forward
@@ -198,9 +229,9 @@ class _Capture:
         self.forward_nodes = list(forward.graph.nodes)
         self.backward_nodes = list(backward.graph.nodes) if backward is not None else []
         self.same_value = self._received()
-        self.calls = [n for n in self.forward_nodes if n.op == "call_function"]
+        self.calls = self._calls(self.forward_nodes, draws)
         self.first_backward_call = len(self.calls)
-        self.calls += [n for n in self.backward_nodes if n.op == "call_function"]
+        self.calls += self._calls(self.backward_nodes, draws)
         self.position = {n: i for i, n in enumerate(self.calls)}
         self.roles = {n: role(n) for n in self.calls}
         self.user_outputs = self._nodes(output_arguments(forward)[:num_fwd_outputs])
@@ -223,6 +254,32 @@ class _Capture:
             if isinstance(source, fx.Node):
                 received[node] = source
         return received
+
+    def _calls(self, nodes: Sequence[fx.Node], draws: Sequence[fx.Node]) -> list[fx.Node]:
+        """A graph's calls; a draw comes with all that it needs before the one that follows it."""
+        calls = [n for n in nodes if n.op == "call_function"]
+        position = {n: i for i, n in enumerate(calls)}
+        rank = {n: i for i, n in enumerate(n for n in draws if n in position)}
+        if any(is_mutating(n) for n in calls[: max((position[n] for n in rank), default=0)]):
+            return calls  # what is moved might read what another call writes into
+        ordered: dict[fx.Node, None] = {}
+
+        def bring(node: fx.Node) -> None:
+            needed = {node}
+            stack = [node]
+            while stack:
+                inputs = self.inputs_of(stack.pop())
+                new = {n for n in inputs if n in position and n not in ordered} - needed
+                stack += new
+                needed |= new
+            ordered.update(dict.fromkeys(sorted(needed, key=position.__getitem__)))
+
+        for call in calls:
+            for node in list(rank)[: rank.get(call, 0)]:
+                if node not in ordered:
+                    bring(node)
+            ordered[call] = None
+        return list(ordered)
 
     def _nodes(self, arguments: Sequence[object]) -> list[fx.Node]:
         return [
@@ -586,6 +643,8 @@ class _Capture:
 
         written |= {storage_of[n] for n in self._written_after_forward() if n in storage_of}
 
+        for node in self.calls:
+            node.meta.pop("dtr_output", None)  # of a capture in another order
         operators: list[Operator] = []
         boundary: int | None = None
         for cap in captured:
@@ -673,6 +732,8 @@ class _Capture:
             tuple(storage_nodes),
             storage_of,
             self.same_value,
+            self.static_input_indices,
+            self.cost_model,
         )
 
 

@@ -25,6 +25,7 @@ class Measured:
             reads and returns, where calls are known and the referee does not count it.
         written_over: operators whose result takes the place of an input that is read for the last
             time, which the referee does not know.
+        draws: operators that draw random numbers, in the order that the compiler gives them.
     """
 
     peak_bytes: int
@@ -37,6 +38,7 @@ class Measured:
     step_bytes: Mapping[int, int] = field(default_factory=dict)
     workspace_bytes: Mapping[int, int] = field(default_factory=dict)
     written_over: frozenset[int] = frozenset()
+    draws: tuple[int, ...] = ()
 
     def peak_with(self, rest: Rest) -> int:
         """As `GraphBytes.peak_with`."""

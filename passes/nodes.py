@@ -247,6 +247,15 @@ def _inner_graphs(node: fx.Node) -> list[fx.Graph]:
     return [module.graph for module in found if isinstance(module, fx.GraphModule)]
 
 
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a library call takes its numbers from the generator, whose state it moves on."""
+    return (
+        isinstance(node.target, OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+        and not _is_without_dropout(node)
+    )
+
+
 def why_not_recomputable(node: fx.Node) -> str | None:
     """Why the node may run only once, or None if running it again gives the same value."""
     target = node.target
@@ -261,7 +270,7 @@ def why_not_recomputable(node: fx.Node) -> str | None:
         return "a collective"
     if target._schema.is_mutable:
         return "it writes into an argument"
-    if torch.Tag.nondeterministic_seeded in target.tags and not _is_without_dropout(node):
+    if draws_random_numbers(node):
         return "it draws random numbers without a saved seed"
     if target.namespace not in _PURE_NAMESPACES:
         return f"custom operator {target} is not known to be pure"

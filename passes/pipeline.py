@@ -131,6 +131,7 @@ class Outcome:
     """What to compile.
 
     Attributes:
+        captured: what was planned; it may have another order than what was given.
         rest: the other graphs of the step.
         chosen: the plan to compile, or None: the default split fits as it is.
         baseline: the default split's plan (each operator once).
@@ -140,6 +141,7 @@ class Outcome:
         is_guess: ``baseline_measured`` is; what is compiled must be held to the budget.
     """
 
+    captured: Captured
     rest: Rest
     chosen: Candidate | None
     baseline: tuple[Plan, MemoryTimeline, PlanStats]
@@ -235,10 +237,25 @@ class _Fit:
                 log.debug("baseline: about %s, not measured", format_bytes(guessed.peak_bytes))
                 split = (plan, timeline, stats)
                 return Outcome(
-                    agreed.rest, None, split, guessed, agreed.budget_bytes, 0.0, 0.0, is_guess=True
+                    self.captured,
+                    agreed.rest,
+                    None,
+                    split,
+                    guessed,
+                    agreed.budget_bytes,
+                    0.0,
+                    0.0,
+                    is_guess=True,
                 )
         start = time.perf_counter()
         measured = self.model.measure(self.captured, None, stats)
+        if list(measured.draws) != sorted(measured.draws):
+            # The compiler draws random numbers in another order; from one seed, so must the plan.
+            self.captured = self.captured.with_draws(measured.draws)
+            self.program = self.captured.program
+            plan = keep_all(self.program)
+            timeline, stats = replay(self.program, plan)
+            measured = self.model.measure(self.captured, None, stats)
         self.lowering_s += time.perf_counter() - start
         agreed = terms(measured)
         budget_bytes, self.rest = agreed.budget_bytes, agreed.rest
@@ -271,6 +288,7 @@ class _Fit:
         if chosen is None and always_emit:
             chosen = self.try_plan(tighten(self.program, plan))
         return Outcome(
+            self.captured,
             self.rest,
             chosen,
             (plan, timeline, stats),

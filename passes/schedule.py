@@ -37,13 +37,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.layouts import ROOM
 from dtrcompile.passes.measured import Measured
-from dtrcompile.passes.nodes import hint
+from dtrcompile.passes.nodes import draws_random_numbers, hint
 from dtrcompile.passes.repairs import repaired
 from dtrcompile.passes.torch_private import (
     BoxedBool,
     CppKernel,
     CppVecKernel,
     DebugContext,
+    ExternKernel,
     FakeTensorMode,
     GraphLowering,
     InProcessFxCompile,
@@ -67,6 +68,7 @@ class Wrapper:
         steps: buffer -> the step of the plan that it belongs to; empty for a default split's.
         operators: buffer -> the operator of the program that it belongs to.
         written_over: operators whose result Inductor writes over an input.
+        draws: operators that draw random numbers, as they follow each other.
     """
 
     source: str
@@ -74,6 +76,7 @@ class Wrapper:
     steps: Mapping[str, int] = field(default_factory=dict)
     operators: Mapping[str, int] = field(default_factory=dict)
     written_over: frozenset[int] = frozenset()
+    draws: tuple[int, ...] = ()
 
 
 class _Lowered(BaseException):
@@ -104,9 +107,8 @@ def lower(
         code, _ = graph.codegen()
         source = getattr(code, "value", code)
         steps, operators = (_marks_of_buffers(graph, m) for m in ("dtr_step", "dtr_operator"))
-        raise _Lowered(
-            Wrapper(source, dict(graph.constants), steps, operators, _written_over(graph))
-        )
+        written, draws = _written_over(graph), _draws(graph)
+        raise _Lowered(Wrapper(source, dict(graph.constants), steps, operators, written, draws))
 
     key = _lowering_key(
         gm, example_inputs, (tuple(static_input_indices), is_backward, is_inference)
@@ -176,6 +178,18 @@ def _written_over(graph: Any) -> frozenset[int]:
     """Operators whose result takes the place of an input that is read for the last time."""
     makers = _marks_of_buffers(graph, "dtr_output")
     return frozenset(makers[name] for name in graph.wrapper_code.reuses if name in makers)
+
+
+def _draws(graph: Any) -> tuple[int, ...]:
+    """Operators that draw random numbers, in the order in which the scheduler put their calls."""
+    found: dict[int, None] = {}
+    for scheduled in graph.scheduler.nodes:
+        for snode in scheduled.get_nodes():
+            if isinstance(snode.node, ExternKernel):
+                for origin in filter(draws_random_numbers, snode.node.get_origins()):
+                    if "dtr_operator" in origin.meta:
+                        found[origin.meta["dtr_operator"]] = None
+    return tuple(found)
 
 
 def _codegen_names_only(node: Any, index_vars: Any) -> None:
@@ -628,7 +642,7 @@ def replay_schedule(
         a.size_bytes for a in ledger.live.values() if not a.storage.expired()
     )
     are_gradients: set[int] = set()
-    written_over = forward.written_over
+    written_over, draws = forward.written_over, forward.draws
     backward_peak_bytes = 0
     in_forward_peak, forward_label = ledger.peak_live, ledger.peak_label
     if backward is not None:
@@ -640,6 +654,7 @@ def replay_schedule(
         rest = fake_inputs(mode, backward_placeholders[len(from_forward) :])
         wrapper = backward(from_forward)
         written_over |= wrapper.written_over
+        draws += wrapper.draws
         inputs = [*from_forward, *rest]
         del saved, tensors, from_forward, rest
         for i, o in tangent_of.items():
@@ -679,6 +694,7 @@ def replay_schedule(
         step_bytes=ledger.step_bytes,
         workspace_bytes=ledger.workspace_bytes,
         written_over=written_over,
+        draws=draws,
     )
 
 

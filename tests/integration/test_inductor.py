@@ -182,6 +182,33 @@ def test_the_stock_memory_budget_is_wrong_with_dropout_and_ours_is_not() -> None
     assert relative_error(ours, expected) <= SAME
 
 
+def channels_dropped_and_batch() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(SEED)
+    layers = [nn.Conv2d(4, 4, 3, padding=1), nn.Dropout2d(0.2), nn.Dropout(0.1)] * 2
+    return nn.Sequential(*layers, nn.BatchNorm2d(4), nn.Flatten(0), Squared()), torch.randn(
+        8, 4, 9, 9
+    )
+
+
+class Squared(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.pow(4).mean()
+
+
+def test_random_numbers_come_in_the_order_of_torch_compile() -> None:
+    """Inductor draws its seeds, for `Dropout`, before the library's masks, for `Dropout2d`, which
+    the graph has before them."""
+    module, x = channels_dropped_and_batch()
+    expected = step_of(torch.compile(module), module, x)
+    torch._dynamo.reset()
+    module, x = channels_dropped_and_batch()
+    found = step_of(compile_dtr(module, "min", compiler="inductor"), module, x)
+    (report,) = dtrcompile.reports()
+    assert report.recomputed_runs > 0
+    assert_close(found["loss"], expected["loss"], rtol=1e-5)
+    assert relative_error(found["gradients"], expected["gradients"]) <= SAME
+
+
 def test_retain_graph() -> None:
     """Backward twice at the smallest budget: what is saved survives the first."""
     expected = plain_dropped()["gradients"]

@@ -21,7 +21,7 @@ from dtrcompile.passes.errors import (
 )
 from dtrcompile.passes.host_link import HostLink
 from dtrcompile.passes.measured import Measured
-from dtrcompile.passes.nodes import aten, why_not_recomputable
+from dtrcompile.passes.nodes import aten, draws_random_numbers, why_not_recomputable
 from dtrcompile.passes.pipeline import MemoryModel, RefereeModel, Terms, fit
 from dtrcompile.passes.plan import Offload, Plan
 from dtrcompile.passes.planners import make_planner, minimum_plan
@@ -252,6 +252,59 @@ def call(args):
     buf3 = empty_strided_cpu((2, 4), (4, 1), torch.float32)
     return (buf2, reinterpret_tensor(buf3, (4,), (1,), 4), )
 """
+
+
+class Draws(nn.Module):
+    """Three draws, the third of what the second gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.multinomial(x.sigmoid(), 16)
+        second = torch.multinomial((x @ self.weight).sigmoid(), 16)
+        third = torch.multinomial(second.cos().abs(), 16)
+        return ((x @ self.weight * first).sin() * second).exp() + third
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
+def test_random_numbers_are_drawn_in_the_order_asked_for(order: tuple[int, ...]) -> None:
+    captured = captured_of(Draws(), torch.randn(32, 16))
+    draws = list(captured.draws)
+    assert len(draws) == 3
+    names = [captured.draws[o].name for o in draws]
+    again = captured.with_draws([draws[i] for i in order])
+    assert [n.name for n in again.draws.values()] == [names[i] for i in order]
+    plan, emitted = smallest(again)
+    timeline, _ = replay(again.program, plan)
+    verify_emitted(again, plan, timeline, emitted)
+    drawn = [n.name for n in emitted.forward.graph.nodes if draws_random_numbers(n)]
+    assert drawn == [names[i] for i in order]
+
+
+class DrawsLater(RefereeModel):
+    """A compiler that puts the first draw last."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
+        by_name = {n.name: o for o, n in captured.draws.items()}
+        draws = tuple(by_name[name] for name in self.names)
+        return replace(super().measure(captured, emitted, stats), draws=draws)
+
+
+def test_a_plan_draws_random_numbers_in_the_compilers_order() -> None:
+    captured = captured_of(Draws(), torch.randn(32, 16))
+    first, *rest = [n.name for n in captured.draws.values()]
+    model = DrawsLater([*rest, first])
+    terms = Terms(None)
+    outcome = fit(captured, make_planner("auto"), lambda _: terms, model, always_emit=True)
+    assert outcome.chosen is not None
+    calls = outcome.chosen.emitted.forward.graph.nodes
+    assert [n.name for n in calls if draws_random_numbers(n)] == [*rest, first]
+    assert [n.name for n in outcome.captured.draws.values()] == [*rest, first]
 
 
 def test_a_wrapper_is_replayed_on_fake_tensors() -> None:
