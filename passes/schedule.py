@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.layouts import ROOM
 from dtrcompile.passes.measured import Measured
-from dtrcompile.passes.nodes import draws_random_numbers, hint
+from dtrcompile.passes.nodes import draws_random_numbers, hint, owned_bytes
 from dtrcompile.passes.repairs import repaired
 from dtrcompile.passes.torch_private import (
     BoxedBool,
@@ -430,6 +430,27 @@ def _buffer(label: str) -> str:
     return label.partition(" = ")[0]
 
 
+# Their results lie in a copy of the storage that their first argument is a view of; their fake
+# kernels know only the part that the view covers.
+_COPY_THE_STORAGE = frozenset(
+    packet.default
+    for packet in (
+        torch.ops.aten.slice_scatter,
+        torch.ops.aten.select_scatter,
+        torch.ops.aten.diagonal_scatter,
+    )
+)
+
+
+def _in_copied_storage(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """A fake result as large as it will be."""
+    numel = source.untyped_storage().nbytes() // source.element_size()
+    if source.stride() != result.stride() or numel * source.element_size() <= owned_bytes(result):
+        return result  # (what overlaps itself is copied element by element)
+    storage = torch.empty(numel, dtype=source.dtype, device=source.device)
+    return storage.as_strided(source.shape, source.stride(), source.storage_offset())
+
+
 class _Counting(TorchDispatchMode):
     """Tells the ledger about the storage of everything an operator returns."""
 
@@ -446,6 +467,8 @@ class _Counting(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return self._condition()
         result = func(*args, **(kwargs or {}))
+        if func in _COPY_THE_STORAGE:
+            result = _in_copied_storage(args[0], result)
         workspace = workspace_bytes(func, args, kwargs or {}, result)
         for t in pytree.tree_leaves(result):
             if not isinstance(t, torch.Tensor) or t.layout is not torch.strided:
@@ -558,7 +581,8 @@ def run_wrapper(
             namespace["reinterpret_tensor"] = reinterpret
             namespace["assert_size_stride"] = namespace["assert_alignment"] = _Kernel()
             namespace["extern_kernels"] = _ExternKernels(counting)
-            with mode, counting:
+            # What the mode remembers of a call is its result's form without its storage's size.
+            with mock.patch.object(mode, "cache_enabled", False), mode, counting:
                 outputs = namespace["call"](inputs)
     except Exception as error:
         raise VerificationError(

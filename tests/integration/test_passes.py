@@ -321,6 +321,41 @@ def test_a_wrapper_is_replayed_on_fake_tensors() -> None:
     assert len(outputs) == 2
 
 
+TWICE = """
+import torch
+async_compile = AsyncCompile()
+def call(args):
+    x, src = args
+    args.clear()
+    part = torch.ops.aten.slice.Tensor(x, 1, 0, 3)
+    buf0 = SCATTER
+    buf1 = SCATTER
+    return (buf0, buf1)
+"""
+
+
+@pytest.mark.parametrize(
+    "scatter",
+    [
+        "slice_scatter.default(part, src[:2], 0, 0, 2)",
+        "select_scatter.default(part, src[0], 0, 1)",
+        "diagonal_scatter.default(part, src[0])",
+        "copy.default(part, src)",
+    ],
+)
+def test_what_is_copied_with_all_that_it_is_a_part_of(scatter: str) -> None:
+    """As large the second time, when PyTorch's fake tensors have seen the call before."""
+    scatter = f"torch.ops.aten.{scatter}"
+    x, src = torch.zeros(8, 16), torch.zeros(8, 3)
+    result = eval(scatter, {"torch": torch, "part": x[:, :3], "src": src})
+    assert result.untyped_storage().nbytes() == 8 * 16 * 4
+    mode = FakeTensorMode()
+    ledger = Ledger()
+    wrapper = Wrapper(TWICE.replace("SCATTER", scatter), {})
+    run_wrapper(wrapper, [mode.from_tensor(x), mode.from_tensor(src)], ledger, mode)
+    assert ledger.peak_bytes == 2 * 8 * 16 * 4
+
+
 def test_cuda_sizes_are_rounded_up() -> None:
     mode = FakeTensorMode()
     with mode:
