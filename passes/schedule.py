@@ -383,6 +383,7 @@ class Ledger:
     def add_base(self, size_bytes: int) -> None:
         """Something from outside becomes resident (tangents)."""
         self.base_bytes += size_bytes
+        self._drop_dead()
         self._record("inputs")
 
     def allocate(self, tensor: torch.Tensor, label: str) -> None:
@@ -393,8 +394,7 @@ class Ledger:
             return
         size_bytes = hint(storage.nbytes())
         size_bytes += -size_bytes % self.alignment_bytes
-        for k in [k for k, a in self.live.items() if a.storage.expired()]:
-            self.live_bytes -= self.live.pop(k).size_bytes
+        self._drop_dead()
         self.allocations += 1
         self.live[key] = Allocation(self.allocations, StorageWeakRef(storage), size_bytes, label)
         self.live_bytes += size_bytes
@@ -406,6 +406,7 @@ class Ledger:
         if operator is not None:
             most = max(size_bytes, self.workspace_bytes.get(operator, 0))
             self.workspace_bytes[operator] = most
+        self._drop_dead()
         self.live_bytes += size_bytes
         self._record(label)
         self.live_bytes -= size_bytes
@@ -413,6 +414,10 @@ class Ledger:
     def serials(self, values: Sequence[object]) -> set[int]:
         """Serial numbers of the allocations that ``values`` live in."""
         return {self.live[k].serial for k in _keys(values) if k in self.live}
+
+    def _drop_dead(self) -> None:
+        for k in [k for k, a in self.live.items() if a.storage.expired()]:
+            self.live_bytes -= self.live.pop(k).size_bytes
 
     def _record(self, label: str) -> None:
         total = self.base_bytes + self.live_bytes

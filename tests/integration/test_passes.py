@@ -356,6 +356,21 @@ def test_what_is_copied_with_all_that_it_is_a_part_of(scatter: str) -> None:
     assert ledger.peak_bytes == 2 * 8 * 16 * 4
 
 
+def test_what_is_dead_is_not_counted_beside_what_comes() -> None:
+    ledger = Ledger()
+    with FakeTensorMode():
+        kept, dropped, late = (torch.empty(n) for n in (1, 8, 4))
+    ledger.allocate(kept, "kept")
+    ledger.allocate(dropped, "dropped")
+    del dropped
+    ledger.use(20, "workspace")
+    ledger.allocate(late, "late")
+    del late
+    ledger.add_base(100)
+    assert [size for size, _ in ledger.events] == [4, 36, 24, 20, 104]
+    assert ledger.peak_bytes == 104
+
+
 def test_cuda_sizes_are_rounded_up() -> None:
     mode = FakeTensorMode()
     with mode:
