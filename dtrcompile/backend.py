@@ -186,7 +186,6 @@ class _Session:
     assignment: Assignment
     may_guess: bool = False
     capture_s: float = 0.0
-    captured: Captured | None = None
     outcome: Outcome | None = None
     available_bytes: int | None = None
     graphs: list[fx.GraphModule] = field(default_factory=list)
@@ -196,10 +195,10 @@ class _Session:
 
     def planned(self) -> Planned | None:
         """For the ledger; None where there was nothing to plan."""
-        if self.captured is None or self.outcome is None:
+        if self.outcome is None:
             return None
         if self._planned is None or self._planned[0] is not self.outcome:
-            planned = Planned.of(self.captured, self.outcome, self.assignment, self.available_bytes)
+            planned = Planned.of(self.outcome, self.assignment, self.available_bytes)
             self._planned = (self.outcome, planned)
         return self._planned[1]
 
@@ -266,21 +265,20 @@ def _plan(
     """Capture, plan, emit and report."""
     options = session.options
     start = time.perf_counter()
-    static = tuple(static_input_indices)
     captured = capture(
         forward,
         backward,
         num_fwd_outputs=num_fwd_outputs,
-        static_input_indices=static,
+        static_input_indices=static_input_indices,
         cost_model=make_cost_model(options.cost_model, _device(forward)),
     )
     session.capture_s = time.perf_counter() - start
     planner = make_planner(options.planner, **options.planner_options())
     is_inductor = options.compiler == "inductor"
     model: MemoryModel = (
-        InductorModel(static, is_checked_later=session.may_guess) if is_inductor else RefereeModel()
+        InductorModel(is_checked_later=session.may_guess) if is_inductor else RefereeModel()
     )
-    session.captured, session.available_bytes = captured, _available_bytes(captured)
+    session.available_bytes = _available_bytes(captured)
     outcome = session.outcome = fit(
         captured,
         planner,
@@ -289,7 +287,6 @@ def _plan(
         is_whole_peak=options.is_whole_peak,
         always_emit=not is_inductor,
     )
-    session.captured = outcome.captured
     if not outcome.is_guess:  # else when forward is compiled and known
         _report(session)
     return outcome
@@ -316,8 +313,9 @@ def _available_bytes(captured: Captured) -> int | None:
 
 
 def _report(session: _Session) -> None:
-    captured, outcome, options = session.captured, session.outcome, session.options
-    assert captured is not None and outcome is not None
+    outcome, options = session.outcome, session.options
+    assert outcome is not None
+    captured = outcome.captured
     chosen = outcome.chosen
     guess = "ample budget: peaks are estimates until backward has run" if outcome.is_guess else ""
     plan, _, stats = outcome.baseline
@@ -457,9 +455,10 @@ def _check_final(
     Raises:
         VerificationError: if the final schedule holds more than the budget.
     """
-    captured, outcome = session.captured, session.outcome
-    if captured is None or outcome is None:
+    outcome = session.outcome
+    if outcome is None:
         return
+    captured = outcome.captured
     wrapper = Wrapper(compiled.source_code, dict(compiled.constants or {}))
     if is_backward:
         if not session.wrappers:
@@ -573,9 +572,10 @@ def _compile_eager(
 
 
 def _executor(session: _Session, module: fx.GraphModule, phase: str) -> EagerExecutor:
-    captured, outcome = session.captured, session.outcome
-    assert captured is not None and outcome is not None and outcome.chosen is not None
-    program, candidate = captured.program, outcome.chosen
+    outcome = session.outcome
+    assert outcome is not None and outcome.chosen is not None
+    captured, candidate = outcome.captured, outcome.chosen
+    program = captured.program
     constants = {
         s.id
         for s in program.storages

@@ -114,13 +114,9 @@ class Planned:
     is_default: bool
 
     @staticmethod
-    def of(
-        captured: Captured,
-        outcome: Outcome,
-        assignment: Assignment,
-        available_bytes: int | None,
-    ) -> Planned:
+    def of(outcome: Outcome, assignment: Assignment, available_bytes: int | None) -> Planned:
         """From what the compilation found."""
+        captured = outcome.captured
         constant_bytes = captured.program.constant_bytes
         gradient_bytes = _parameter_gradient_bytes(captured)
         return Planned(

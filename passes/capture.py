@@ -102,7 +102,7 @@ class Captured:
     storage_nodes: tuple[fx.Node, ...]
     storage_of: dict[fx.Node, int]
     same_value: dict[fx.Node, fx.Node]
-    static_input_indices: frozenset[int]
+    static_input_indices: tuple[int, ...]
     cost_model: CostModel
 
     @property
@@ -196,7 +196,7 @@ def capture(
         CaptureError: if a graph holds what cannot be planned.
     """
     return _Capture(
-        forward, backward, num_fwd_outputs, frozenset(static_input_indices), cost_model, draws, name
+        forward, backward, num_fwd_outputs, tuple(static_input_indices), cost_model, draws, name
     ).run()
 
 
@@ -214,7 +214,7 @@ class _Capture:
         forward: fx.GraphModule,
         backward: fx.GraphModule | None,
         num_fwd_outputs: int,
-        static_input_indices: frozenset[int],
+        static_input_indices: tuple[int, ...],
         cost_model: CostModel,
         draws: Sequence[fx.Node],
         name: str,
@@ -258,26 +258,20 @@ class _Capture:
     def _calls(self, nodes: Sequence[fx.Node], draws: Sequence[fx.Node]) -> list[fx.Node]:
         """A graph's calls; a draw comes with all that it needs before the one that follows it."""
         calls = [n for n in nodes if n.op == "call_function"]
-        position = {n: i for i, n in enumerate(calls)}
-        rank = {n: i for i, n in enumerate(n for n in draws if n in position)}
-        if any(is_mutating(n) for n in calls[: max((position[n] for n in rank), default=0)]):
+        present = set(calls)
+        draws = [n for n in draws if n in present]
+        if not draws or any(is_mutating(n) for n in calls[: max(map(calls.index, draws))]):
             return calls  # what is moved might read what another call writes into
+        rank = {n: i for i, n in enumerate(draws)}
         ordered: dict[fx.Node, None] = {}
-
-        def bring(node: fx.Node) -> None:
-            needed = {node}
-            stack = [node]
-            while stack:
-                inputs = self.inputs_of(stack.pop())
-                new = {n for n in inputs if n in position and n not in ordered} - needed
-                stack += new
-                needed |= new
-            ordered.update(dict.fromkeys(sorted(needed, key=position.__getitem__)))
-
         for call in calls:
-            for node in list(rank)[: rank.get(call, 0)]:
-                if node not in ordered:
-                    bring(node)
+            for draw in draws[: rank.get(call, 0)]:
+                if draw not in ordered:
+                    needed = {draw}
+                    for n in reversed(calls):
+                        if n in needed:
+                            needed.update(self.inputs_of(n))
+                    ordered.update(dict.fromkeys(n for n in calls if n in needed))
             ordered[call] = None
         return list(ordered)
 
@@ -476,11 +470,12 @@ class _Capture:
 
     def _constants(self) -> list[tuple[fx.Node, StorageKind]]:
         constants: list[tuple[fx.Node, StorageKind]] = []
+        static = set(self.static_input_indices)
         index = 0
         for node in self.forward_nodes:
             if node.op == "placeholder":
                 if is_tensor(node):
-                    is_static = index in self.static_input_indices
+                    is_static = index in static
                     constants.append(
                         (node, StorageKind.PARAMETER if is_static else StorageKind.INPUT)
                     )

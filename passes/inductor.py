@@ -160,11 +160,9 @@ class InductorModel(MemoryModel):
     """Lowers graphs as the compilation will, and replays the wrappers.
 
     Attributes:
-        static_input_indices: which forward inputs are parameters and buffers.
         is_checked_later: what is compiled will be measured, so that a guess may do until then.
     """
 
-    static_input_indices: tuple[int, ...]
     is_checked_later: bool = False
 
     def guess(self, captured: Captured, stats: PlanStats) -> Measured | None:
@@ -210,7 +208,7 @@ class InductorModel(MemoryModel):
         forward = lower(
             graphs[0],
             [value(n) for n in placeholders(graphs[0])],
-            static_input_indices=self.static_input_indices,
+            static_input_indices=captured.static_input_indices,
             is_backward=False,
             is_inference=is_inference,
         )

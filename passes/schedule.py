@@ -182,14 +182,10 @@ def _written_over(graph: Any) -> frozenset[int]:
 
 def _draws(graph: Any) -> tuple[int, ...]:
     """Operators that draw random numbers, in the order in which the scheduler put their calls."""
-    found: dict[int, None] = {}
-    for scheduled in graph.scheduler.nodes:
-        for snode in scheduled.get_nodes():
-            if isinstance(snode.node, ExternKernel):
-                for origin in filter(draws_random_numbers, snode.node.get_origins()):
-                    if "dtr_operator" in origin.meta:
-                        found[origin.meta["dtr_operator"]] = None
-    return tuple(found)
+    scheduled = (snode for node in graph.scheduler.nodes for snode in node.get_nodes())
+    calls = (snode.node for snode in scheduled if isinstance(snode.node, ExternKernel))
+    drawn = (n for call in calls for n in call.get_origins() if draws_random_numbers(n))
+    return tuple(dict.fromkeys(n.meta["dtr_operator"] for n in drawn if "dtr_operator" in n.meta))
 
 
 def _codegen_names_only(node: Any, index_vars: Any) -> None:
@@ -383,7 +379,7 @@ class Ledger:
     def add_base(self, size_bytes: int) -> None:
         """Something from outside becomes resident (tangents)."""
         self.base_bytes += size_bytes
-        self._drop_dead()
+        self.drop_dead()
         self._record("inputs")
 
     def allocate(self, tensor: torch.Tensor, label: str) -> None:
@@ -394,7 +390,7 @@ class Ledger:
             return
         size_bytes = hint(storage.nbytes())
         size_bytes += -size_bytes % self.alignment_bytes
-        self._drop_dead()
+        self.drop_dead()
         self.allocations += 1
         self.live[key] = Allocation(self.allocations, StorageWeakRef(storage), size_bytes, label)
         self.live_bytes += size_bytes
@@ -406,7 +402,7 @@ class Ledger:
         if operator is not None:
             most = max(size_bytes, self.workspace_bytes.get(operator, 0))
             self.workspace_bytes[operator] = most
-        self._drop_dead()
+        self.drop_dead()
         self.live_bytes += size_bytes
         self._record(label)
         self.live_bytes -= size_bytes
@@ -415,7 +411,8 @@ class Ledger:
         """Serial numbers of the allocations that ``values`` live in."""
         return {self.live[k].serial for k in _keys(values) if k in self.live}
 
-    def _drop_dead(self) -> None:
+    def drop_dead(self) -> None:
+        """Count no longer what nobody holds."""
         for k in [k for k, a in self.live.items() if a.storage.expired()]:
             self.live_bytes -= self.live.pop(k).size_bytes
 
@@ -449,9 +446,10 @@ _COPY_THE_STORAGE = frozenset(
 
 def _in_copied_storage(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """A fake result as large as it will be."""
-    numel = source.untyped_storage().nbytes() // source.element_size()
-    if source.stride() != result.stride() or numel * source.element_size() <= owned_bytes(result):
+    size_bytes = source.untyped_storage().nbytes()
+    if source.stride() != result.stride() or size_bytes <= owned_bytes(result):
         return result  # (what overlaps itself is copied element by element)
+    numel = size_bytes // source.element_size()
     storage = torch.empty(numel, dtype=source.dtype, device=source.device)
     return storage.as_strided(source.shape, source.stride(), source.storage_offset())
 
@@ -667,9 +665,8 @@ def replay_schedule(
     are_outputs, are_saved = ledger.serials(user_outputs), ledger.serials(saved)
     are_saved -= are_outputs
     saved_bytes = sum(a.size_bytes for a in ledger.live.values() if a.serial in are_saved)
-    boundary_bytes = ledger.base_bytes + sum(
-        a.size_bytes for a in ledger.live.values() if not a.storage.expired()
-    )
+    ledger.drop_dead()
+    boundary_bytes = ledger.base_bytes + ledger.live_bytes
     are_gradients: set[int] = set()
     written_over, draws = forward.written_over, forward.draws
     backward_peak_bytes = 0
