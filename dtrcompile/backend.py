@@ -16,6 +16,7 @@ from torch import fx
 
 from dtrcompile.ledger import (
     Assignment,
+    Code,
     Planned,
     SharedGraph,
     ledger_of,
@@ -117,17 +118,19 @@ class _Source:
         self.first: tuple[fx.GraphModule, Sequence[Any]] | None = (gm, example_inputs)
         self.again = copied_module(gm)
         self.ambient = _Ambient.now()
+        self.session: _Session | None = None
 
-    def compile(
-        self, assignment: Assignment
-    ) -> tuple[Callable[..., Any], Callable[[], Planned | None]]:
-        """Compile for an assignment; gives the function, and what tells the ledger of it."""
+    def compile(self, assignment: Assignment) -> Code:
+        """Compile for an assignment."""
         session = _Session(self.options, self.graph, assignment, may_guess=self.options.verify)
         function = self._compile(session)
         if session.guessed_wrong():
             session = _Session(self.options, self.graph, assignment)
             function = self._compile(session)
-        return function, session.planned
+        if self.session is not None:
+            self.session.is_replaced = True
+        self.session = session
+        return Code(function, session.planned, session.restore)
 
     def _compile(self, session: _Session) -> Callable[..., Any]:
         compiler = _compile_eager if self.options.compiler == "eager" else _compile_inductor
@@ -179,6 +182,7 @@ class _Session:
         may_guess: at an ample budget the default split need not be measured before it is compiled.
         capture_s: seconds spent on the capture.
         is_over: what was compiled on a guess holds more than the budget.
+        is_replaced: the graph was compiled again since, so its report is another's.
     """
 
     options: Options
@@ -191,6 +195,7 @@ class _Session:
     graphs: list[fx.GraphModule] = field(default_factory=list)
     wrappers: list[Wrapper] = field(default_factory=list)
     is_over: bool = False
+    is_replaced: bool = False
     _planned: tuple[Outcome, Planned] | None = None
 
     def planned(self) -> Planned | None:
@@ -243,6 +248,11 @@ class _Session:
             self.outcome = replace(self.outcome, baseline_measured=measured)
         else:
             self.outcome = replace(self.outcome, chosen=replace(chosen, measured=measured))
+        _report(self)
+
+    def restore(self) -> None:
+        """What replaced it was no better."""
+        self.is_replaced = False
         _report(self)
 
     def guessed_wrong(self) -> bool:
@@ -313,6 +323,8 @@ def _available_bytes(captured: Captured) -> int | None:
 
 
 def _report(session: _Session) -> None:
+    if session.is_replaced:
+        return
     outcome, options = session.outcome, session.options
     assert outcome is not None
     captured = outcome.captured

@@ -12,13 +12,19 @@ A graph break, DDP's buckets or a second compiled module make several graphs of 
 A step is over when a graph is called and no graph waits for its backward any more, if one did.  If
 graphs of a step had run before it was known that others follow, the next step is the one that is
 looked at.  A model that is one graph is compiled once, and costs one look at its outputs a call.
+
+A graph may also be called more often in a step than its plan knows of, first of all one that is
+compiled for each block of a model.  It then saves as little as it can, and the next step is looked
+at.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +62,8 @@ _SMALL = 1 / 8
 # Times that a share is lowered when the measured graphs turn out larger than the planned ones.
 _MOST_TRIES = 4
 _LESS = 0.85
+# Times that a step is looked at because calls came that were not foreseen.
+_MOST_SURPRISES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ class Assignment:
 
     Attributes:
         budget_bytes: of the step, None: resolve the options' for this graph.
-        rest: the other graphs.
+        rest: the other graphs, as far as they are known.
         more_follow: other graphs will run between this one's forward and backward, which ones is
             not known yet.
         is_share_of_unknown: the budget is a share of the whole step's peak, which is not known yet.
@@ -85,17 +93,17 @@ class Assignment:
         """
         if self.budget_bytes is not None:
             budget_bytes = self.budget_bytes
+        more_follow = self.more_follow and measured.backward_peak_bytes > 0  # else it saves nothing
         if self.is_share_of_unknown:
-            between = measured.peak_bytes if self.more_follow else 0
-            return Terms(None, Rest(between_bytes=between))
-        if not self.more_follow or not measured.backward_peak_bytes:
-            return Terms(budget_bytes, self.rest)  # inference keeps nothing for later
-        outside = self.rest.outside_bytes
+            return Terms(None, more_follow=more_follow)
         own_bytes = measured.peak_bytes - _constants(measured)
-        if budget_bytes is not None and own_bytes <= _SMALL * (budget_bytes - outside):
-            return Terms(budget_bytes, self.rest)
-        # More than its own peak between forward and backward: so what is saved is what counts.
-        return Terms(None, Rest(outside, measured.peak_bytes), limit_bytes=budget_bytes)
+        is_small = _is_small(own_bytes, budget_bytes, self.rest.outside_bytes)
+        return Terms(budget_bytes, self.rest, more_follow and not is_small)
+
+
+def _is_small(own_bytes: int, budget_bytes: int | None, outside_bytes: int) -> bool:
+    """Whether a graph need not be made smaller yet, though others follow."""
+    return budget_bytes is not None and own_bytes <= _SMALL * (budget_bytes - outside_bytes)
 
 
 def _constants(measured: Measured) -> int:
@@ -112,6 +120,7 @@ class Planned:
     baseline: GraphBytes
     chosen: GraphBytes
     is_default: bool
+    saves_least: bool
 
     @staticmethod
     def of(outcome: Outcome, assignment: Assignment, available_bytes: int | None) -> Planned:
@@ -126,6 +135,7 @@ class Planned:
             outcome.baseline_measured.graph_bytes(constant_bytes, gradient_bytes),
             outcome.measured.graph_bytes(constant_bytes, gradient_bytes),
             outcome.chosen is None,
+            outcome.saves_least,
         )
 
     def planned_bytes(self, plan: Plan) -> GraphBytes:
@@ -158,8 +168,22 @@ def _parameter_gradient_bytes(captured: Captured) -> int:
     return sum(program.storages[s].size_bytes for s in storages if s is not None)
 
 
-# Gives the function, and what tells what is known of it: more when its backward was compiled too.
-Compile = Callable[[Assignment], tuple[Callable[..., Any], Callable[[], Planned | None]]]
+@dataclass(frozen=True)
+class Code:
+    """A compiled graph.
+
+    Attributes:
+        function: to call.
+        what_is_known: tells what is known of it: more when its backward was compiled too.
+        restore: makes its report the graph's again, after what was compiled since.
+    """
+
+    function: Callable[..., Any]
+    what_is_known: Callable[[], Planned | None]
+    restore: Callable[[], None]
+
+
+Compile = Callable[[Assignment], Code]
 
 
 class SharedGraph:
@@ -167,13 +191,17 @@ class SharedGraph:
 
     def __init__(self, ledger: Ledger, compile_with: Compile, more_follow: bool) -> None:
         self.ledger = ledger
+        self.serial = next(_SERIALS)
         self.compile_with = compile_with
-        self.waiting: list[weakref.ref[Any]] = []
+        # Autograd nodes of calls whose backward may be still to come -> what these calls left.
+        self.waiting: dict[weakref.ref[Any], int] = {}
+        # Calls, by graph, that the plan knows to wait for their backward when this graph is called.
+        self.foreseen = ledger.waiting_calls()
         # Of the step that this graph is one of: it must not run over its budget later on.
         self.refusal: InfeasibleBudgetError | None = None
         assignment = ledger.first_assignment(more_follow)
         try:
-            self.function, self.what_is_known = compile_with(assignment)
+            self.code = compile_with(assignment)
         except BaseException:
             ledger.abandon_step()
             raise
@@ -182,23 +210,25 @@ class SharedGraph:
     @property
     def planned(self) -> Planned | None:
         """What is known of the compiled graph; None where there was nothing to plan."""
-        return self.what_is_known()
+        return self.code.what_is_known()
 
     def __call__(self, *args: Any) -> Any:
         ledger = self.ledger
-        if ledger.observing:
-            ledger.before_call(self)
+        before = ledger.before_call(self)
         if self.refusal is not None:
             raise self.refusal
-        result = self.function(*args)
+        result = self.code.function(*args)
         node = _backward_node(result)
         if node is not None:
-            if len(self.waiting) > 8:
-                self.waiting = [w for w in self.waiting if _waits(w)]
-            self.waiting.append(weakref.ref(node))
+            planned = self.planned
+            kept_bytes = planned.chosen.kept_bytes if planned is not None else 0
+            self.waiting[weakref.ref(node, self._forget)] = kept_bytes
         if ledger.observing:
-            ledger.after_call(self, args, result, awaits_backward=node is not None)
+            ledger.after_call(self, args, result, before, awaits_backward=node is not None)
         return result
+
+    def _forget(self, node: weakref.ref[Any]) -> None:
+        self.waiting.pop(node, None)
 
     def compile_again(self, assignment: Assignment) -> None:
         """Replace the compiled code; used from the next call on.
@@ -206,12 +236,12 @@ class SharedGraph:
         Raises:
             InfeasibleBudgetError: then the old code stays.
         """
-        self.function, self.what_is_known = self.compile_with(assignment)
+        self.code = self.compile_with(assignment)
 
-    def waiting_calls(self) -> int:
-        """Calls whose backward is still to come."""
-        self.waiting = [w for w in self.waiting if _waits(w)]
-        return len(self.waiting)
+    def drop_done(self) -> None:
+        """Forget the calls whose backward has run, though somebody holds their result."""
+        for node in [n for n in list(self.waiting) if not _waits(n)]:
+            self._forget(node)
 
 
 def _backward_node(result: Any) -> Any:
@@ -235,7 +265,8 @@ def _waits(reference: weakref.ref[Any]) -> bool:
     if node is None:
         return False
     try:
-        return node.saved_tensors is not None
+        # (``saved_tensors`` would unpack them, and so compute a checkpointed block again.)
+        return node._raw_saved_tensors is not None
     except RuntimeError:
         return False
 
@@ -245,6 +276,7 @@ class _Call:
     graph: SharedGraph
     inputs: dict[int, int]
     outputs: dict[int, int]
+    before: Counter[int]
     awaits_backward: bool
 
 
@@ -258,19 +290,18 @@ class Ledger:
         self.calls: list[_Call] = []
         self.observing = False
         self.is_partial = False  # the step being observed had begun before
+        self.surprises = 0
 
     # While the first step runs
 
     def first_assignment(self, more_follow: bool) -> Assignment:
         """For a graph that is compiled now, while others may wait for their backward."""
+        waiting = self.waiting_calls().total()
         outside = 0
-        waiting = 0
         for graph in self._alive():
-            planned = graph.planned
-            n = graph.waiting_calls()
-            if n and planned is not None:
-                outside += n * planned.chosen.kept_bytes + planned.chosen.constant_bytes
-                waiting += n
+            if graph.waiting and graph.planned is not None:
+                left_bytes = sum(list(graph.waiting.values()))
+                outside += left_bytes + graph.planned.chosen.constant_bytes
         budget = self.options.budget
         if self.options.is_whole_peak:
             return Assignment()  # the whole peak of the step: every graph may have its own
@@ -290,8 +321,9 @@ class Ledger:
             self.graphs = [g for g in self.graphs if g() is not None]
             self.graphs.append(weakref.ref(graph))
             assignment = graph.planned.assignment if graph.planned is not None else Assignment()
-            others_wait = any(g.waiting_calls() for g in self._alive())
-            if (assignment.more_follow or others_wait) and not self.observing:
+            others_wait = bool(self.waiting_calls())
+            is_shared = assignment.more_follow or others_wait
+            if is_shared and not self.observing and not self.options.is_whole_peak:
                 self.observing, self.is_partial = True, others_wait
 
     def abandon_step(self) -> None:
@@ -302,33 +334,83 @@ class Ledger:
     def _alive(self) -> list[SharedGraph]:
         return [graph for g in self.graphs if (graph := g()) is not None]
 
-    def before_call(self, graph: SharedGraph) -> None:
-        """A graph is about to be called: is the step before it over?"""
+    def waiting_calls(self) -> Counter[int]:
+        """Calls of each graph whose backward is still to come."""
+        graphs = [g for g in self._alive() if g.waiting]
+        for graph in graphs:
+            graph.drop_done()
+        return Counter({g.serial: len(g.waiting) for g in graphs if g.waiting})
+
+    def before_call(self, graph: SharedGraph) -> Counter[int]:
+        """A graph is about to be called: is the step before it over, is it as was foreseen?
+
+        Returns:
+            Calls of each graph whose backward is still to come.
+        """
+        if self.options.is_whole_peak:
+            return Counter()
         with self.lock:
+            waiting = self.waiting_calls()
             # Graphs without a backward may begin a step; if there are no others, the first to be
             # called again begins the next.
             is_begun = any(c.awaits_backward or c.graph is graph for c in self.calls)
-            if is_begun and not any(g.waiting_calls() for g in self._alive()):
-                calls, self.calls = self.calls, []
-                if self.is_partial:
-                    self.is_partial = False
-                    return
-                self.observing = False
-                try:
-                    self.settle(calls)
-                except InfeasibleBudgetError as refusal:
-                    # Not raised here: the caller may belong to another model.
-                    for call in calls:
-                        call.graph.refusal = refusal
+            if is_begun and not waiting:
+                self.end_step()
+            if not waiting <= graph.foreseen:
+                self.surprise(graph)
+            return waiting
+
+    def end_step(self) -> None:
+        """What was observed is over."""
+        calls, self.calls = self.calls, []
+        if self.is_partial:
+            self.is_partial = False
+            return
+        self.observing = False
+        try:
+            self.settle(calls)
+        except InfeasibleBudgetError as refusal:
+            # Not raised here: the caller may belong to another model.
+            for call in calls:
+                call.graph.refusal = refusal
+        for call in calls:
+            call.graph.foreseen = call.before  # of several calls in a step, the last sees the most
+
+    def surprise(self, graph: SharedGraph) -> None:
+        """More calls wait for their backward than the graph's plan knows of.
+
+        From here on it saves as little as it can, until the step is known: its next calls may be
+        many.  A step that is another one each time is looked at a few times only.
+        """
+        if not self.observing and self.surprises < _MOST_SURPRISES:
+            self.surprises += 1
+            self.observing, self.is_partial = True, True
+        planned = graph.planned
+        if planned is None or planned.program.boundary is None or planned.saves_least:
+            return
+        assignment = self.first_assignment(more_follow=True)
+        chosen, outside_bytes = planned.chosen, assignment.rest.outside_bytes
+        budget_bytes = self.options.resolve_budget_bytes(
+            planned.baseline.peak_bytes, planned.available_bytes
+        )
+        own_bytes = chosen.peak_bytes - chosen.constant_bytes
+        if assignment.is_share_of_unknown or not _is_small(own_bytes, budget_bytes, outside_bytes):
+            graph.compile_again(assignment)
 
     def after_call(
-        self, graph: SharedGraph, args: Sequence[Any], result: Any, *, awaits_backward: bool
+        self,
+        graph: SharedGraph,
+        args: Sequence[Any],
+        result: Any,
+        before: Counter[int],
+        *,
+        awaits_backward: bool,
     ) -> None:
         """Remember the call, as one of the step's."""
         with self.lock:
             results = result if isinstance(result, (tuple, list)) else (result,)
             inputs, outputs = _storages(args), _storages(results)
-            self.calls.append(_Call(graph, inputs, outputs, awaits_backward))
+            self.calls.append(_Call(graph, inputs, outputs, before, awaits_backward))
 
     # When it is over
 
@@ -358,8 +440,9 @@ class Ledger:
             baseline_bytes, _of(graphs[0]).available_bytes
         )
         if budget_bytes is None:
-            return  # the graphs save as little as they can already
-        step.compile_within(budget_bytes)
+            step.compile_smallest()
+        else:
+            step.compile_within(budget_bytes)
 
 
 def _of(graph: SharedGraph) -> Planned:
@@ -445,6 +528,27 @@ class _Step:
         backward = max(r.outside_bytes + r.gradient_bytes for r in rests)
         return Rest(outside, waiting - outside, backward - outside)
 
+    def rest_of_calls(self, held: Sequence[GraphBytes], i: int, peak_bytes: int) -> Rest:
+        """What graph ``i`` sees, so that it keeps no more than ``held`` if it is called again.
+
+        It is then among its own others, which is only right if its plan keeps what they do.
+        """
+        rest = self.rest(held, i)
+        if self.sequence.count(i) == 1:
+            return rest
+        room_bytes = peak_bytes - rest.outside_bytes - held[i].boundary_bytes
+        return replace(rest, between_bytes=max(rest.between_bytes, room_bytes))
+
+    def note(self, rest: Rest) -> str:
+        """For the report."""
+        if len(self.sequence) == 1:
+            return ""
+        return (
+            f"one of {len(self.sequence)} graphs of the step: the others hold"
+            f" {format_bytes(rest.outside_bytes)} beside it, and"
+            f" {format_bytes(rest.between_bytes)} between its forward and its backward"
+        )
+
     def compile_within(self, budget_bytes: int) -> None:
         """Compile every graph for the step's budget."""
         demands = [self.demand(i) for i in range(len(self.graphs))]
@@ -467,6 +571,41 @@ class _Step:
             else:
                 return
             scale *= _LESS
+
+    def compile_smallest(self) -> None:
+        """Compile again what the step's peak stands at, as long as that makes it smaller."""
+        tried: set[int] = set()
+        while True:
+            held = [_of(g).chosen for g in self.graphs]
+            peak_bytes = self.peak(held)
+            rests = [self.rest(held, i) for i in range(len(self.graphs))]
+            stands_at = [
+                i
+                for i, (h, rest) in enumerate(zip(held, rests, strict=True))
+                if i not in tried
+                and rest.outside_bytes + h.peak_with(rest) >= peak_bytes
+                and self.can_be_smaller(i, rest, peak_bytes)
+            ]
+            if not stands_at:
+                return
+            i = stands_at[0]
+            tried.add(i)
+            graph, code = self.graphs[i], self.graphs[i].code
+            rest = self.rest_of_calls(held, i, peak_bytes)
+            graph.compile_again(Assignment(rest=rest, note=self.note(rest)))
+            held[i] = _of(graph).chosen
+            if self.peak(held) >= peak_bytes:
+                graph.code = code
+                code.restore()
+
+    def can_be_smaller(self, i: int, rest: Rest, peak_bytes: int) -> bool:
+        """Whether a graph that the step's peak stands at was made for another rest of the step."""
+        planned = _of(self.graphs[i])
+        if planned.assignment.more_follow:
+            # It was to save the least, at the price of its own peak.
+            own_bytes = planned.chosen.peak_with(replace(rest, between_bytes=0))
+            return rest.outside_bytes + own_bytes >= peak_bytes
+        return rest.between_bytes > 0
 
     def shared(
         self, demands: Sequence[Demand], scale: float, budget_bytes: int
@@ -493,7 +632,12 @@ class _Step:
 
     def plan(self, quotas: Sequence[int], budget_bytes: int) -> list[GraphBytes] | None:
         """Plans whose kept bytes are within the quotas and whose step is within the budget."""
-        held = [_of(g).baseline for g in self.graphs]
+        # Until it is planned, a graph leaves what it may: its own other calls see that.
+        held = [
+            replace(b, boundary_bytes=min(b.boundary_bytes, b.constant_bytes + quota))
+            for g, quota in zip(self.graphs, quotas, strict=True)
+            for b in [_of(g).baseline]
+        ]
         for i, graph in enumerate(self.graphs):
             planned = _of(graph)
             program = planned.program
@@ -515,22 +659,13 @@ class _Step:
         """Compile the graphs in order; each sees what those before it really hold."""
         held = list(held)
         for i, graph in enumerate(self.graphs):
-            rest = self.rest(held, i)
-            if self.sequence.count(i) > 1:
-                # It is among its own others, which is only right if it keeps no more than planned.
-                kept = budget_bytes - rest.outside_bytes - held[i].boundary_bytes
-                rest = replace(rest, between_bytes=max(rest.between_bytes, kept))
+            rest = self.rest_of_calls(held, i, budget_bytes)
             planned = _of(graph)
             fits_as_it_is = planned.is_default and (
                 rest.outside_bytes + planned.chosen.peak_with(rest) <= budget_bytes
             )
             if not fits_as_it_is:
-                note = (
-                    f"one of {len(self.sequence)} graphs of the step: the others hold"
-                    f" {format_bytes(rest.outside_bytes)} beside it, and"
-                    f" {format_bytes(rest.between_bytes)} between its forward and its backward"
-                )
-                graph.compile_again(Assignment(budget_bytes, rest, note=note))
+                graph.compile_again(Assignment(budget_bytes, rest, note=self.note(rest)))
             held[i] = _of(graph).chosen
         peak = self.peak(held)
         log.info(
@@ -542,6 +677,8 @@ class _Step:
         if peak > budget_bytes:
             raise InfeasibleBudgetError(budget_bytes)
 
+
+_SERIALS = itertools.count()
 
 # Ledgers by options; weak, because the graphs hold theirs.
 _LEDGERS: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()

@@ -139,6 +139,7 @@ class Outcome:
         budget_bytes: the resolved budget; None for the smallest.
         planning_s, lowering_s: seconds spent planning and measuring.
         is_guess: ``baseline_measured`` is; what is compiled must be held to the budget.
+        saves_least: because graphs of unknown size follow, at the price of compute.
     """
 
     captured: Captured
@@ -150,6 +151,7 @@ class Outcome:
     planning_s: float
     lowering_s: float
     is_guess: bool = False
+    saves_least: bool = False
 
     @property
     def measured(self) -> Measured:
@@ -164,16 +166,17 @@ class Terms:
     Attributes:
         budget_bytes: of the whole step; None for the smallest.
         rest: the other graphs of the step; what they hold beside this one comes off the budget.
-        limit_bytes: where the smallest is asked for, the most that it may be.
+        more_follow: graphs of unknown size run between forward and backward, so it is to save as
+            little as it can.
     """
 
     budget_bytes: int | None
     rest: Rest = ALONE
-    limit_bytes: int | None = None
+    more_follow: bool = False
 
     def are_ample(self, guessed: Measured) -> bool:
         """Whether a guess is so far below the budget that the default split will fit."""
-        if self.budget_bytes is None:
+        if self.budget_bytes is None or self.more_follow:
             return False
         own_bytes = self.budget_bytes - self.rest.outside_bytes
         return AMPLE * guessed.peak_with(self.rest) <= own_bytes
@@ -271,17 +274,16 @@ class _Fit:
             "min" if budget_bytes is None else format_bytes(budget_bytes),
         )
 
+        if agreed.more_follow:
+            # Taken to be as large as this one can be made: so that it saves little, and does not
+            # hold much itself for that.
+            self.rest = replace(self.rest, between_bytes=self.least_own_bytes())
         chosen: Candidate | None = None
         peak_bytes = self.baseline_bytes = measured.peak_with(self.rest)
-        if own_bytes is None:
-            chosen = self.smallest()
-            if self.peak(chosen) >= peak_bytes:
-                chosen = None
-            held = measured if chosen is None else chosen.measured
-            if agreed.limit_bytes is not None:
-                own_bytes = agreed.limit_bytes - self.rest.outside_bytes
-                if held.peak_bytes > own_bytes:
-                    raise self.infeasible(own_bytes, self.smallest(), held.peak_bytes)
+        if agreed.more_follow or own_bytes is None:
+            chosen = self.smaller_than(measured)
+            if own_bytes is not None:
+                chosen = self.within(own_bytes, chosen, measured)
         elif peak_bytes > own_bytes:
             planned_bytes = self.planned_peak(plan, self.workspaces)
             chosen = self.cheapest_within(own_bytes, planned_bytes, peak_bytes)
@@ -296,7 +298,40 @@ class _Fit:
             budget_bytes,
             self.planning_s,
             self.lowering_s,
+            saves_least=agreed.more_follow,
         )
+
+    def least_own_bytes(self) -> int:
+        """About the smallest peak that a plan can have, without constants."""
+        plan = self.plan_with(
+            lambda program: minimum_plan(program, self.planner.for_minimum()), self.workspaces
+        )
+        return self.stats_of(plan, self.workspaces).peak_bytes - self.program.constant_bytes
+
+    def smaller_than(self, baseline: Measured) -> Candidate | None:
+        """The smallest, None where that is the default split."""
+        smallest = self.smallest()
+        return smallest if self.peak(smallest) < baseline.peak_with(self.rest) else None
+
+    def within(
+        self, own_bytes: int, chosen: Candidate | None, baseline: Measured
+    ) -> Candidate | None:
+        """What was chosen, or, where it is too large to run, the smallest without regard to others.
+
+        Raises:
+            InfeasibleBudgetError: if that is too large as well.
+        """
+
+        def peak_bytes() -> int:
+            return (baseline if chosen is None else chosen.measured).peak_bytes
+
+        if peak_bytes() > own_bytes and self.rest.between_bytes:
+            self.rest = replace(self.rest, between_bytes=0)
+            self.answers.clear()  # they were for the other rest
+            chosen = self.smaller_than(baseline)
+        if peak_bytes() > own_bytes:
+            raise self.infeasible(own_bytes, self.smallest(), peak_bytes())
+        return chosen
 
     def peak(self, candidate: Candidate) -> int:
         """What counts against the budget."""
