@@ -25,7 +25,8 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +47,7 @@ from dtrcompile.passes.sharing import (
     Demand,
     GraphBytes,
     Rest,
+    cheapest_share,
     rest_of,
     share,
     step_peak_bytes,
@@ -62,6 +64,10 @@ _SMALL = 1 / 8
 # Times that a share is lowered when the measured graphs turn out larger than the planned ones.
 _MOST_TRIES = 4
 _LESS = 0.85
+_SEVERAL_GRAPHS = (
+    "Or pass options={'several_graphs': True}: an earlier graph of this step was compiled as if it"
+    " were alone, and then each saves as little as it can until all of the step are known."
+)
 # Times that a step is looked at because calls came that were not foreseen.
 _MOST_SURPRISES = 4
 
@@ -199,9 +205,10 @@ class SharedGraph:
         self.foreseen = ledger.waiting_calls()
         # Of the step that this graph is one of: it must not run over its budget later on.
         self.refusal: InfeasibleBudgetError | None = None
-        assignment = ledger.first_assignment(more_follow)
+        assignment = ledger.first_assignment(more_follow or ledger.options.several_graphs)
         try:
-            self.code = compile_with(assignment)
+            with ledger.advising():
+                self.code = compile_with(assignment)
         except BaseException:
             ledger.abandon_step()
             raise
@@ -237,6 +244,11 @@ class SharedGraph:
             InfeasibleBudgetError: then the old code stays.
         """
         self.code = self.compile_with(assignment)
+
+    def use(self, code: Code) -> None:
+        """Go back to what it was compiled to earlier."""
+        self.code = code
+        code.restore()
 
     def drop_done(self) -> None:
         """Forget the calls whose backward has run, though somebody holds their result."""
@@ -395,7 +407,19 @@ class Ledger:
         )
         own_bytes = chosen.peak_bytes - chosen.constant_bytes
         if assignment.is_share_of_unknown or not _is_small(own_bytes, budget_bytes, outside_bytes):
-            graph.compile_again(assignment)
+            with self.advising():
+                graph.compile_again(assignment)
+
+    @contextmanager
+    def advising(self) -> Iterator[None]:
+        """Say what to do where a graph has no room because an earlier one took it."""
+        try:
+            yield
+        except InfeasibleBudgetError as refusal:
+            first = [g.planned for g in self._alive() if g.waiting]
+            if self.options.several_graphs or all(p is None or p.saves_least for p in first):
+                raise
+            raise refusal.with_advice(_SEVERAL_GRAPHS) from refusal
 
     def after_call(
         self,
@@ -552,25 +576,29 @@ class _Step:
     def compile_within(self, budget_bytes: int) -> None:
         """Compile every graph for the step's budget."""
         demands = [self.demand(i) for i in range(len(self.graphs))]
-        # What the first step ran with: the least that can be saved.
-        possible_bytes = self.peak([_of(g).chosen for g in self.graphs])
+        # What the first step ran with saves the least; it is there, if nothing better is found.
+        codes = [g.code for g in self.graphs]
+        first_bytes = self.peak([_of(g).chosen for g in self.graphs])
         scale = 1.0
         for attempt in range(_MOST_TRIES):
             planned = self.shared(demands, scale, budget_bytes)
             last = attempt == _MOST_TRIES - 1 or planned is None
-            if planned is None:
+            if planned is None and first_bytes > budget_bytes:
                 planned = [self.least(i) for i in range(len(self.graphs))]
+            if planned is None:
+                break
             try:
                 self.compile_all(planned, budget_bytes)
-            except InfeasibleBudgetError as refusal:
-                if last:
-                    minimum = possible_bytes if possible_bytes > budget_bytes else None
-                    raise InfeasibleBudgetError(
-                        budget_bytes, minimum_bytes=minimum, operator=refusal.operator
-                    ) from refusal
-            else:
                 return
+            except InfeasibleBudgetError as refusal:
+                if last and first_bytes > budget_bytes:
+                    raise InfeasibleBudgetError(
+                        budget_bytes, minimum_bytes=first_bytes, operator=refusal.operator
+                    ) from refusal
             scale *= _LESS
+        for graph, code in zip(self.graphs, codes, strict=True):
+            if graph.code is not code:
+                graph.use(code)
 
     def compile_smallest(self) -> None:
         """Compile again what the step's peak stands at, as long as that makes it smaller."""
@@ -595,8 +623,7 @@ class _Step:
             graph.compile_again(Assignment(rest=rest, note=self.note(rest)))
             held[i] = _of(graph).chosen
             if self.peak(held) >= peak_bytes:
-                graph.code = code
-                code.restore()
+                graph.use(code)
 
     def can_be_smaller(self, i: int, rest: Rest, peak_bytes: int) -> bool:
         """Whether a graph that the step's peak stands at was made for another rest of the step."""
@@ -610,12 +637,16 @@ class _Step:
     def shared(
         self, demands: Sequence[Demand], scale: float, budget_bytes: int
     ) -> list[GraphBytes] | None:
-        """The plans at the largest share that fits, quotas multiplied by ``scale``."""
+        """The plans at the share that costs the least, quotas multiplied by ``scale``."""
 
-        def fit(quotas: Sequence[int]) -> list[GraphBytes] | None:
+        def fit(quotas: Sequence[int]) -> tuple[float, list[GraphBytes]] | None:
             return self.plan([int(q * scale) for q in quotas], budget_bytes)
 
-        return share(demands, fit)
+        if len(self.sequence) > len(self.graphs):
+            found = cheapest_share(demands, fit, lambda planned: planned[0])
+        else:
+            found = share(demands, fit)
+        return None if found is None else found[1]
 
     def demand(self, i: int) -> Demand:
         return Demand(self.least(i).kept_bytes, _of(self.graphs[i]).baseline.kept_bytes)
@@ -630,14 +661,21 @@ class _Step:
         plan = minimum_plan(with_rest(program, Rest(between_bytes=between)), self.quick)
         return planned.planned_bytes(plan)
 
-    def plan(self, quotas: Sequence[int], budget_bytes: int) -> list[GraphBytes] | None:
-        """Plans whose kept bytes are within the quotas and whose step is within the budget."""
+    def plan(
+        self, quotas: Sequence[int], budget_bytes: int
+    ) -> tuple[float, list[GraphBytes]] | None:
+        """Plans whose kept bytes are within the quotas and whose step is within the budget.
+
+        Returns:
+            The compute of all calls, in ns, and what each graph holds.
+        """
         # Until it is planned, a graph leaves what it may: its own other calls see that.
         held = [
             replace(b, boundary_bytes=min(b.boundary_bytes, b.constant_bytes + quota))
             for g, quota in zip(self.graphs, quotas, strict=True)
             for b in [_of(g).baseline]
         ]
+        cost_ns = 0.0
         for i, graph in enumerate(self.graphs):
             planned = _of(graph)
             program = planned.program
@@ -653,7 +691,9 @@ class _Step:
             except InfeasibleBudgetError:
                 return None
             held[i] = planned.planned_bytes(plan)
-        return held if self.peak(held) <= budget_bytes else None
+            plan = without_rest(plan, program)
+            cost_ns += self.sequence.count(i) * replay(program, plan)[1].cost_ns
+        return (cost_ns, held) if self.peak(held) <= budget_bytes else None
 
     def compile_all(self, held: Sequence[GraphBytes], budget_bytes: int) -> None:
         """Compile the graphs in order; each sees what those before it really hold."""

@@ -276,6 +276,8 @@ class Options:
         inductor: passed on to Inductor as configuration patches, ``"mode"`` included; frozen, see
             `inductor_patches`.
         verify: check the emitted graphs and Inductor's final schedule against the plan.
+        several_graphs: the step is known to be more than one graph, so each saves as little as it
+            can until all have been seen.  False: so do those that are known to be followed.
     """
 
     budget: Budget = _AUTO
@@ -287,6 +289,7 @@ class Options:
     compiler: str = "inductor"
     inductor: FrozenMapping = ()
     verify: bool = True
+    several_graphs: bool = False
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None = None) -> Options:
@@ -427,10 +430,10 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
                 values[name] = _parse_name(value, name, COMPILERS)
             case "inductor":
                 values[name] = _parse_inductor(value)
-            case "verify":
+            case "verify" | "several_graphs":
                 if not isinstance(value, bool):
                     raise OptionError(
-                        f"option 'verify' must be True or False, not {_show(value)}"
+                        f"option {name!r} must be True or False, not {_show(value)}"
                         f" of type {type(value).__name__}."
                     )
                 values[name] = value

@@ -63,6 +63,7 @@ class InfeasibleBudgetError(DTRError):
         minimum_bytes: the smallest budget that can be met, or None where no plan was found at all.
         operator: name of the operator at which that smallest plan has its peak.
         largest: (storage name, size_bytes) of the largest storages live there, largest first.
+        advice: what else can be done, one or more sentences.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class InfeasibleBudgetError(DTRError):
         minimum_bytes: int | None = None,
         operator: str = "",
         largest: Sequence[tuple[str, int]] = (),
+        advice: str = "",
     ) -> None:
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.operator = operator
         self.largest = tuple(largest)
+        self.advice = advice
         lines = [f"no plan fits a budget of {format_bytes(budget_bytes)}."]
         if minimum_bytes is not None:
             lines.append(
@@ -92,7 +95,15 @@ class InfeasibleBudgetError(DTRError):
             if minimum_bytes is not None
             else "Raise the budget, or make the batch smaller."
         )
+        if advice:
+            lines.append(advice)
         super().__init__(" ".join(lines))
+
+    def with_advice(self, advice: str) -> InfeasibleBudgetError:
+        """The same with ``advice``."""
+        return _rebuild_infeasible(
+            self.budget_bytes, self.minimum_bytes, self.operator, self.largest, advice
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only arguments do not pickle by default.
@@ -101,6 +112,7 @@ class InfeasibleBudgetError(DTRError):
             self.minimum_bytes,
             self.operator,
             self.largest,
+            self.advice,
         )
 
 
@@ -147,9 +159,14 @@ def _rebuild_infeasible(
     minimum_bytes: int | None,
     operator: str,
     largest: tuple[tuple[str, int], ...],
+    advice: str,
 ) -> InfeasibleBudgetError:
     return InfeasibleBudgetError(
-        budget_bytes, minimum_bytes=minimum_bytes, operator=operator, largest=largest
+        budget_bytes,
+        minimum_bytes=minimum_bytes,
+        operator=operator,
+        largest=largest,
+        advice=advice,
     )
 
 

@@ -24,7 +24,8 @@ from dtrcompile.passes.program import Operator, Phase, Program, Storage, Storage
 
 REST_NAME = "rest_of_the_step"
 GRADIENTS_NAME = "gradients_of_later_graphs"
-# Shares that are tried, from all to nothing, before the last interval is halved.
+# Shares that are tried, from all to nothing, before the last interval is halved, or, where the
+# cheapest is looked for, both beside it.
 _STEPS, _HALVINGS = 8, 2
 
 
@@ -117,11 +118,14 @@ def with_rest(program: Program, rest: Rest) -> Program:
     """The program as a planner has to see it: with the rest of the step, less what is outside.
 
     The later graphs are the workspace of an operator at the boundary; their gradients stay, like a
-    tangent.
+    tangent.  Both are among what the later graphs hold, so that the peak of the program is
+    `GraphBytes.peak_with`.
     """
     boundary = program.boundary
     if boundary is None or not (rest.between_bytes or rest.gradient_bytes):
         return program
+    tangents = (s.size_bytes for s in program.storages if s.kind is StorageKind.TANGENT)
+    workspace_bytes = rest.between_bytes - rest.gradient_bytes - sum(tangents)
     operator = Operator(
         boundary,
         REST_NAME,
@@ -129,7 +133,7 @@ def with_rest(program: Program, rest: Rest) -> Program:
         (),
         (),
         0,
-        rest.between_bytes,
+        max(0, workspace_bytes),
         not_recomputable="the other graphs of the step run here",
     )
     gradients = Storage(
@@ -220,3 +224,33 @@ def share(
                 low, best = middle, found
         return best
     return None
+
+
+def cheapest_share(
+    demands: Sequence[Demand],
+    fit: Callable[[Sequence[int]], Fitted | None],
+    cost: Callable[[Fitted], float],
+) -> Fitted | None:
+    """As `share`, where a larger share can cost more than a smaller one.
+
+    A graph that runs several times is among its own others: the more each call may save, the less
+    room is left for the call that runs, which may then save nothing.
+    """
+    best_cost, best_part, best = float("inf"), 0.0, None
+
+    def look_at(part: float) -> None:
+        nonlocal best_cost, best_part, best
+        found = fit([d.quota_bytes(part) for d in demands])
+        if found is not None and cost(found) < best_cost:
+            best_cost, best_part, best = cost(found), part, found
+
+    for step in range(_STEPS, -1, -1):
+        look_at(step / _STEPS)
+    distance = 1 / _STEPS
+    for _ in range(_HALVINGS if best is not None else 0):
+        distance /= 2
+        middle = best_part
+        for part in (middle + distance, middle - distance):
+            if 0 <= part <= 1:
+                look_at(part)
+    return best

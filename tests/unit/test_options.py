@@ -197,6 +197,7 @@ def test_anything_is_either_a_positive_budget_or_an_option_error(value: object) 
         ({"compiler": None}, "option 'compiler' must be the name of a compiler"),
         ({"verify": 1}, "option 'verify' must be True or False, not 1"),
         ({"verify": "no"}, "option 'verify' must be True or False"),
+        ({"several_graphs": 2}, "option 'several_graphs' must be True or False, not 2"),
         ({"inductor": None}, "option 'inductor' must be a mapping"),
         ({"inductor": "max-autotune"}, "option 'inductor' must be a mapping"),
         ({"inductor": {3: True}}, "the key 3 of type int"),
@@ -357,6 +358,7 @@ def test_options_are_a_value() -> None:
         {"inductor": {"a": [1]}},
         {"inductor": {"a": (1,)}},
         {"verify": False},
+        {"several_graphs": True},
     ],
 )
 def test_every_option_changes_the_cache_key(options: dict[str, object]) -> None:
