@@ -199,8 +199,8 @@ class SharedGraph:
         self.ledger = ledger
         self.serial = next(_SERIALS)
         self.compile_with = compile_with
-        # Autograd nodes of calls whose backward may be still to come -> what these calls left.
-        self.waiting: dict[weakref.ref[Any], int] = {}
+        # Autograd nodes of calls whose backward may be still to come -> what these calls ran with.
+        self.waiting: dict[weakref.ref[Any], Planned | None] = {}
         # Calls, by graph, that the plan knows to wait for their backward when this graph is called.
         self.foreseen = ledger.waiting_calls()
         # Of the step that this graph is one of: it must not run over its budget later on.
@@ -227,9 +227,7 @@ class SharedGraph:
         result = self.code.function(*args)
         node = _backward_node(result)
         if node is not None:
-            planned = self.planned
-            kept_bytes = planned.chosen.kept_bytes if planned is not None else 0
-            self.waiting[weakref.ref(node, self._forget)] = kept_bytes
+            self.waiting[weakref.ref(node, self._forget)] = self.planned
         if ledger.observing:
             ledger.after_call(self, args, result, before, awaits_backward=node is not None)
         return result
@@ -285,8 +283,16 @@ def _waits(reference: weakref.ref[Any]) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
+    """One call of a graph: addresses and bytes of its tensors.
+
+    Attributes:
+        parameters: inputs that gradients are accumulated for.
+        before: calls of each graph whose backward was still to come.
+    """
+
     graph: SharedGraph
     inputs: dict[int, int]
+    parameters: dict[int, int]
     outputs: dict[int, int]
     before: Counter[int]
     awaits_backward: bool
@@ -306,14 +312,21 @@ class Ledger:
 
     # While the first step runs
 
-    def first_assignment(self, more_follow: bool) -> Assignment:
-        """For a graph that is compiled now, while others may wait for their backward."""
+    def first_assignment(
+        self, more_follow: bool, of_graph: SharedGraph | None = None
+    ) -> Assignment:
+        """For a graph that is compiled now, while others may wait for their backward.
+
+        Args:
+            of_graph: where it was compiled before; then it may itself be among those that wait.
+        """
         waiting = self.waiting_calls().total()
         outside = 0
         for graph in self._alive():
             if graph.waiting and graph.planned is not None:
-                left_bytes = sum(list(graph.waiting.values()))
-                outside += left_bytes + graph.planned.chosen.constant_bytes
+                outside += sum(p.chosen.kept_bytes for p in list(graph.waiting.values()) if p)
+                if graph is not of_graph:
+                    outside += graph.planned.chosen.constant_bytes
         budget = self.options.budget
         if self.options.is_whole_peak:
             return Assignment()  # the whole peak of the step: every graph may have its own
@@ -398,17 +411,23 @@ class Ledger:
             self.surprises += 1
             self.observing, self.is_partial = True, True
         planned = graph.planned
-        if planned is None or planned.program.boundary is None or planned.saves_least:
+        if planned is None or planned.program.boundary is None:
             return
-        assignment = self.first_assignment(more_follow=True)
+        assignment = self.first_assignment(more_follow=True, of_graph=graph)
         chosen, outside_bytes = planned.chosen, assignment.rest.outside_bytes
-        budget_bytes = self.options.resolve_budget_bytes(
-            planned.baseline.peak_bytes, planned.available_bytes
-        )
+        budget_bytes = None
+        if not assignment.is_share_of_unknown:
+            budget_bytes = self.options.resolve_budget_bytes(
+                planned.baseline.peak_bytes, planned.available_bytes
+            )
         own_bytes = chosen.peak_bytes - chosen.constant_bytes
-        if assignment.is_share_of_unknown or not _is_small(own_bytes, budget_bytes, outside_bytes):
-            with self.advising():
+        with self.advising():
+            if not planned.saves_least and not _is_small(own_bytes, budget_bytes, outside_bytes):
                 graph.compile_again(assignment)
+            elif budget_bytes is not None and outside_bytes + chosen.peak_bytes > budget_bytes:
+                raise InfeasibleBudgetError(
+                    budget_bytes, minimum_bytes=outside_bytes + chosen.peak_bytes
+                )
 
     @contextmanager
     def advising(self) -> Iterator[None]:
@@ -416,8 +435,8 @@ class Ledger:
         try:
             yield
         except InfeasibleBudgetError as refusal:
-            first = [g.planned for g in self._alive() if g.waiting]
-            if self.options.several_graphs or all(p is None or p.saves_least for p in first):
+            plans = [p for g in self._alive() for p in list(g.waiting.values()) if p]
+            if self.options.several_graphs or all(p.saves_least for p in plans):
                 raise
             raise refusal.with_advice(_SEVERAL_GRAPHS) from refusal
 
@@ -433,8 +452,10 @@ class Ledger:
         """Remember the call, as one of the step's."""
         with self.lock:
             results = result if isinstance(result, (tuple, list)) else (result,)
+            leaves = [a for a in args if isinstance(a, torch.Tensor) and a.is_leaf]
+            parameters = _storages([a for a in leaves if a.requires_grad])
             inputs, outputs = _storages(args), _storages(results)
-            self.calls.append(_Call(graph, inputs, outputs, before, awaits_backward))
+            self.calls.append(_Call(graph, inputs, parameters, outputs, before, awaits_backward))
 
     # When it is over
 
@@ -456,6 +477,7 @@ class Ledger:
             graphs,
             [graphs.index(g) for g in sequence],
             _external_bytes(calls),
+            _gradient_bytes(calls),
             _result_bytes(calls),
             self.options,
         )
@@ -496,6 +518,18 @@ def _external_bytes(calls: Sequence[_Call]) -> int:
     return sum(inputs.values())
 
 
+def _gradient_bytes(calls: Sequence[_Call]) -> list[int]:
+    """For each planned call, gradients that no later call, whose backward runs before, has made."""
+    made: dict[int, int] = {}
+    new_bytes: list[int] = []
+    for call in reversed(calls):
+        if call.graph.planned is not None:
+            before = sum(made.values())
+            made.update(call.parameters)
+            new_bytes.append(sum(made.values()) - before)
+    return new_bytes[::-1]
+
+
 def _result_bytes(calls: Sequence[_Call]) -> list[int]:
     """For each planned call, what it returns that no call takes: the caller may keep it."""
     taken = {address for call in calls for address in call.inputs}
@@ -512,6 +546,7 @@ class _Step:
     Args:
         sequence: the graph of each call, in order.
         external_bytes: constants of all graphs, as in `rest_of`.
+        gradient_bytes: of each call, gradients that its backward is the first to make.
         result_bytes: of each call, outputs that stay with the caller.
     """
 
@@ -520,12 +555,14 @@ class _Step:
         graphs: list[SharedGraph],
         sequence: list[int],
         external_bytes: int,
+        gradient_bytes: list[int],
         result_bytes: list[int],
         options: Options,
     ) -> None:
         self.graphs = graphs
         self.sequence = sequence
         self.external_bytes = external_bytes
+        self.gradient_bytes = gradient_bytes
         self.result_bytes = result_bytes
         planner: Planner = make_planner(options.planner, **options.planner_options())
         # To find who may keep what; the compilation plans with all candidates.
@@ -536,9 +573,10 @@ class _Step:
 
     def in_order(self, held: Sequence[GraphBytes]) -> list[GraphBytes]:
         """One entry a call; its results stay after its backward, as gradients do."""
+        calls = zip(self.sequence, self.gradient_bytes, self.result_bytes, strict=True)
         return [
-            replace(held[i], gradient_bytes=held[i].gradient_bytes + result_bytes)
-            for i, result_bytes in zip(self.sequence, self.result_bytes, strict=True)
+            replace(held[i], gradient_bytes=min(held[i].gradient_bytes, new_bytes) + result_bytes)
+            for i, new_bytes, result_bytes in calls
         ]
 
     def rest(self, held: Sequence[GraphBytes], i: int) -> Rest:

@@ -275,9 +275,13 @@ class _Fit:
         )
 
         if agreed.more_follow:
-            # Taken to be as large as this one can be made: so that it saves little, and does not
-            # hold much itself for that.
-            self.rest = replace(self.rest, between_bytes=self.least_own_bytes())
+            # Taken to be as large as this one can be made, or as half of the room: so that it saves
+            # little, and does not hold much itself for that.
+            between_bytes = self.least_own_bytes()
+            if own_bytes is not None:
+                room_bytes = own_bytes - self.program.constant_bytes
+                between_bytes = max(between_bytes, room_bytes // 2)
+            self.rest = replace(self.rest, between_bytes=between_bytes)
         chosen: Candidate | None = None
         peak_bytes = self.baseline_bytes = measured.peak_with(self.rest)
         if agreed.more_follow or own_bytes is None:

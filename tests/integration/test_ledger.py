@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import socket
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -380,6 +381,28 @@ def test_a_trunk_that_runs_three_times_uses_its_budget() -> None:
     budget = last_peak(10**9) * 7 // 10
     # What is squared outside of the graph is not counted.
     assert 0.8 * budget < last_peak(budget) <= budget + 3 * inputs[0].nbytes
+
+
+def test_calls_that_are_too_many_for_the_budget_are_refused_in_the_first_step() -> None:
+    torch.manual_seed(3)
+    module, x = Block(), torch.randn(BATCH, WIDTH)
+    compiled = compile_dtr(module, 3_500_000, compiler="eager")
+    results = [compiled(x)]
+    with raises_dtr(InfeasibleBudgetError, "several_graphs"):
+        for _ in range(40):
+            results.append(compiled(x))
+    assert len(results) > 4
+
+
+def test_gradients_that_calls_accumulate_are_counted_once() -> None:
+    """Backward runs from the last call to the first."""
+
+    def call(parameters: dict[int, int], graph: object = mock.Mock()) -> ledger._Call:
+        return ledger._Call(graph, {}, parameters, {}, Counter(), True)  # type: ignore[arg-type]
+
+    unplanned = mock.Mock(planned=None)
+    calls = [call({1: 10, 2: 20}), call({2: 20, 3: 30}), call({9: 9}, unplanned), call({3: 30})]
+    assert ledger._gradient_bytes(calls) == [10, 20, 30]
 
 
 def test_what_the_first_step_ran_with_stays_if_nothing_better_is_found() -> None:
