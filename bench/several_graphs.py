@@ -1,0 +1,268 @@
+"""One budget over several graphs: what the steps hold, for the forms that a model can have.
+
+The same blocks, compiled by Inductor as one graph, with graph breaks, one by one, as modules apart,
+called several times.  Budgets are shares of the peak without one, given in bytes; the first steps,
+which are compiled before all graphs are known, are held to them too.
+
+    python -m bench.several_graphs --out rows.jsonl
+    python -m bench.several_graphs --quick
+
+Exits with 1 if a step held more than its budget, or a gradient differs from plain
+`torch.compile`'s by more than 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtrcompile
+from bench.measure import (
+    cause_of,
+    format_table,
+    machine,
+    relative_error,
+    say,
+    write_json_line,
+)
+from dtrcompile.backend import dtr
+from dtrcompile.demo.memory import static_bytes, trace_step
+from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+
+WIDTH, BATCH, BLOCKS, STEPS = 96, 1024, 8, 4
+QUICK_WIDTH, QUICK_BATCH = 32, 256
+TOLERANCE = 1e-5
+SEED = 3
+
+Compile = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+
+
+class Block(nn.Module):
+    """A layer of a transformer without its attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return y
+
+
+def loss_of(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def trunk(width: int, blocks: int) -> nn.Sequential:
+    return nn.Sequential(*(Block(width) for _ in range(blocks)))
+
+
+@dataclass
+class Form:
+    """A model in parts: what is trained, its inputs, and its step's forward."""
+
+    module: nn.Module
+    inputs: Sequence[Tensor]
+    forward: Callable[[], Tensor]
+
+
+def whole(compile_: Compile, width: int, batch: int) -> Form:
+    """One graph."""
+    module, x = trunk(width, BLOCKS), torch.randn(batch, width)
+    compiled = compile_(lambda x: loss_of(module(x)))
+    return Form(module, [x], lambda: compiled(x))
+
+
+def breaks(compile_: Compile, width: int, batch: int) -> Form:
+    """Three graph breaks."""
+    parts = nn.ModuleList(trunk(width, BLOCKS // 4) for _ in range(4))
+    x = torch.randn(batch, width)
+
+    def forward(x: Tensor) -> Tensor:
+        x = parts[0](x)
+        torch._dynamo.graph_break()
+        x = parts[1](x)
+        torch._dynamo.graph_break()
+        x = parts[2](x)
+        torch._dynamo.graph_break()
+        return loss_of(parts[3](x))
+
+    compiled = compile_(forward)
+    return Form(parts, [x], lambda: compiled(x))
+
+
+def head(compile_: Compile, width: int, batch: int) -> Form:
+    """One graph break, before the last block."""
+    parts = nn.ModuleList([trunk(width, BLOCKS - 1), Block(width)])
+    x = torch.randn(batch, width)
+
+    def forward(x: Tensor) -> Tensor:
+        x = parts[0](x)
+        torch._dynamo.graph_break()
+        return loss_of(parts[1](x))
+
+    compiled = compile_(forward)
+    return Form(parts, [x], lambda: compiled(x))
+
+
+def one_by_one(compile_: Compile, width: int, batch: int) -> Form:
+    """Each block compiled by itself."""
+    module, x = trunk(width, BLOCKS), torch.randn(batch, width)
+    blocks, loss = [compile_(block) for block in module], compile_(loss_of)
+
+    def forward() -> Tensor:
+        y = x
+        for block in blocks:
+            y = block(y)
+        return loss(y)
+
+    return Form(module, [x], forward)
+
+
+def apart(compile_: Compile, width: int, batch: int) -> Form:
+    """An encoder and a decoder, compiled apart."""
+    parts = nn.ModuleList(trunk(width, BLOCKS // 2) for _ in range(2))
+    x = torch.randn(batch, width)
+    encoder, decoder = compile_(parts[0]), compile_(lambda y: loss_of(parts[1](y)))
+    return Form(parts, [x], lambda: decoder(encoder(x)))
+
+
+def thrice(compile_: Compile, width: int, batch: int) -> Form:
+    """A trunk that runs on three inputs."""
+    module = trunk(width, BLOCKS // 2)
+    inputs = [torch.randn(batch, width) for _ in range(3)]
+    compiled = compile_(lambda x: loss_of(module(x)))
+    return Form(module, inputs, lambda: torch.stack([compiled(x) for x in inputs]).sum())
+
+
+def cell(compile_: Compile, width: int, batch: int) -> Form:
+    """A recurrent cell, compiled by itself, for sixteen steps."""
+    module = nn.GRUCell(width, width)
+    inputs, state = torch.randn(16, batch, width), torch.zeros(batch, width)
+    compiled, loss = compile_(module), compile_(loss_of)
+
+    def forward() -> Tensor:
+        h = state
+        for x in inputs:
+            h = compiled(x, h)
+        return loss(h)
+
+    return Form(module, [inputs, state], forward)
+
+
+FORMS: dict[str, Callable[[Compile, int, int], Form]] = {
+    "whole": whole,
+    "breaks": breaks,
+    "head": head,
+    "one by one": one_by_one,
+    "apart": apart,
+    "thrice": thrice,
+    "cell": cell,
+}
+
+
+def train(name: str, compile_: Compile, *, quick: bool) -> tuple[list[int], dict[str, Any]]:
+    """Peaks of the first steps, compilation included, and the last gradients."""
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
+    torch.manual_seed(SEED)
+    width, batch = (QUICK_WIDTH, QUICK_BATCH) if quick else (WIDTH, BATCH)
+    form = FORMS[name](compile_, width, batch)
+    before_bytes = static_bytes(form.module, *form.inputs)
+    peaks = []
+    for _ in range(STEPS):
+        form.module.zero_grad(set_to_none=True)
+
+        def step() -> None:
+            form.forward().backward()  # type: ignore[no-untyped-call]
+
+        peaks.append(trace_step(step, before_bytes, torch.device("cpu")).peak_bytes)
+    return peaks, {n: p.grad for n, p in form.module.named_parameters()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print the table, return the exit status."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--forms", help=f"comma-separated, of: {', '.join(FORMS)}")
+    parser.add_argument("--shares", help="of the peak without a budget, in percent; 0: the minimum")
+    parser.add_argument("--quick", action="store_true", help="small, two forms")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    arguments = parser.parse_args(argv)
+    forms = arguments.forms or ("one by one,apart" if arguments.quick else ",".join(FORMS))
+    shares = arguments.shares or ("50" if arguments.quick else "100,70,50,35,0")
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dtrcompile-bench-inductor")
+    )
+    description = machine(torch.device("cpu"))
+    rows: list[tuple[str, ...]] = []
+    bad: list[str] = []
+    for name in forms.split(","):
+        say(name)
+        (*_, plain_bytes), expected = train(name, torch.compile, quick=arguments.quick)
+        for share in map(int, shares.split(",")):
+            budget_bytes = plain_bytes * share // 100
+            options = {"budget": budget_bytes or "min", "several_graphs": name != "whole"}
+            row: dict[str, Any] = {
+                "bench": "several_graphs",
+                "quick": arguments.quick,
+                "form": name,
+                "share": share,
+                "unbudgeted_bytes": plain_bytes,
+                "budget_bytes": budget_bytes or None,
+                "machine": description,
+            }
+            try:
+                compile_ = partial(torch.compile, backend=dtr, options=options)
+                peaks, gradients = train(name, compile_, quick=arguments.quick)
+            except Exception as error:
+                refusal = cause_of(error)
+                if not isinstance(refusal, InfeasibleBudgetError):
+                    raise
+                write_json_line(arguments.out, row | {"refused": str(refusal)})
+                rows.append((name, f"{share}%", format_bytes(budget_bytes), "refused", "", "", ""))
+                continue
+            recomputed = sum(r.recomputed_runs for r in dtrcompile.reports())
+            gradient_error = relative_error(gradients, expected)
+            if budget_bytes and max(peaks) > budget_bytes:
+                bad.append(f"{name} at {share}%: {max(peaks)} bytes of {budget_bytes}")
+            if not gradient_error <= TOLERANCE:
+                bad.append(f"{name} at {share}%: gradients differ by {gradient_error:.1e}")
+            measured = {
+                "peak_bytes": peaks,
+                "recomputed_runs": recomputed,
+                "gradient_error": str(gradient_error),
+            }
+            write_json_line(arguments.out, row | measured)
+            rows.append(
+                (
+                    name,
+                    f"{share}%" if share else "min",
+                    format_bytes(budget_bytes) if share else "",
+                    format_bytes(max(peaks[:2])),
+                    format_bytes(peaks[-1]),
+                    str(recomputed),
+                    f"{gradient_error:.0e}",
+                )
+            )
+    header = ("form", "budget", "bytes", "steps 1, 2", "step 4", "recomputed", "gradient error")
+    print(format_table(header, rows))
+    print("\n".join(bad))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
