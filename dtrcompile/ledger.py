@@ -54,7 +54,7 @@ from dtrcompile.passes.sharing import (
     with_rest,
     without_rest,
 )
-from dtrcompile.passes.torch_private import FakeTensor
+from dtrcompile.passes.torch_private import FakeTensor, top_saved_tensors_hooks
 
 log = logging.getLogger("dtrcompile")
 
@@ -199,13 +199,14 @@ class SharedGraph:
         self.ledger = ledger
         self.serial = next(_SERIALS)
         self.compile_with = compile_with
-        # Autograd nodes of calls whose backward may be still to come -> what these calls ran with.
+        # Autograd nodes of calls whose backward may be still to come -> what these calls ran with;
+        # None for those that hold nothing, because hooks took what they saved.
         self.waiting: dict[weakref.ref[Any], Planned | None] = {}
-        # Calls, by graph, that the plan knows to wait for their backward when this graph is called.
-        self.foreseen = ledger.waiting_calls()
         # Of the step that this graph is one of: it must not run over its budget later on.
         self.refusal: InfeasibleBudgetError | None = None
         assignment = ledger.first_assignment(more_follow or ledger.options.several_graphs)
+        # Calls, by graph, that the plan knows to wait for their backward when this graph is called.
+        self.foreseen = ledger.holding_calls()
         try:
             with ledger.advising():
                 self.code = compile_with(assignment)
@@ -224,10 +225,13 @@ class SharedGraph:
         before = ledger.before_call(self)
         if self.refusal is not None:
             raise self.refusal
+        # A checkpointed region, or what is saved elsewhere.
+        is_hooked = top_saved_tensors_hooks(True) is not None
         result = self.code.function(*args)
         node = _backward_node(result)
         if node is not None:
-            self.waiting[weakref.ref(node, self._forget)] = self.planned
+            planned = None if is_hooked else self.planned
+            self.waiting[weakref.ref(node, self._forget)] = planned
         if ledger.observing:
             ledger.after_call(self, args, result, before, awaits_backward=node is not None)
         return result
@@ -247,6 +251,10 @@ class SharedGraph:
         """Go back to what it was compiled to earlier."""
         self.code = code
         code.restore()
+
+    def waits(self) -> bool:
+        """Whether the backward of any of its calls is still to come."""
+        return any(_waits(n) for n in list(self.waiting))
 
     def drop_done(self) -> None:
         """Forget the calls whose backward has run, though somebody holds their result."""
@@ -287,7 +295,7 @@ class _Call:
 
     Attributes:
         parameters: inputs that gradients are accumulated for.
-        before: calls of each graph whose backward was still to come.
+        before: calls of each graph that held what they saved.
     """
 
     graph: SharedGraph
@@ -320,7 +328,7 @@ class Ledger:
         Args:
             of_graph: where it was compiled before; then it may itself be among those that wait.
         """
-        waiting = self.waiting_calls().total()
+        waiting = self.waiting_calls()
         outside = 0
         for graph in self._alive():
             if graph.waiting and graph.planned is not None:
@@ -346,7 +354,7 @@ class Ledger:
             self.graphs = [g for g in self.graphs if g() is not None]
             self.graphs.append(weakref.ref(graph))
             assignment = graph.planned.assignment if graph.planned is not None else Assignment()
-            others_wait = bool(self.waiting_calls())
+            others_wait = self.anything_waits()
             is_shared = assignment.more_follow or others_wait
             if is_shared and not self.observing and not self.options.is_whole_peak:
                 self.observing, self.is_partial = True, others_wait
@@ -359,31 +367,43 @@ class Ledger:
     def _alive(self) -> list[SharedGraph]:
         return [graph for g in self.graphs if (graph := g()) is not None]
 
-    def waiting_calls(self) -> Counter[int]:
-        """Calls of each graph whose backward is still to come."""
-        graphs = [g for g in self._alive() if g.waiting]
-        for graph in graphs:
+    def anything_waits(self) -> bool:
+        """Whether the backward of any call is still to come."""
+        return any(graph.waits() for graph in self._alive())
+
+    def waiting_calls(self) -> int:
+        """Calls whose backward is still to come."""
+        for graph in self._alive():
             graph.drop_done()
-        return Counter({g.serial: len(g.waiting) for g in graphs if g.waiting})
+        return sum(len(g.waiting) for g in self._alive())
+
+    def holding_calls(self) -> Counter[int]:
+        """Of each graph, calls that hold what they saved; some may be done if not dropped yet."""
+        return Counter(
+            g.serial for g in self._alive() for p in list(g.waiting.values()) if p is not None
+        )
 
     def before_call(self, graph: SharedGraph) -> Counter[int]:
         """A graph is about to be called: is the step before it over, is it as was foreseen?
 
         Returns:
-            Calls of each graph whose backward is still to come.
+            `holding_calls`.
         """
         if self.options.is_whole_peak:
             return Counter()
         with self.lock:
-            waiting = self.waiting_calls()
             # Graphs without a backward may begin a step; if there are no others, the first to be
             # called again begins the next.
             is_begun = any(c.awaits_backward or c.graph is graph for c in self.calls)
-            if is_begun and not waiting:
+            if is_begun and not self.anything_waits():
                 self.end_step()
-            if not waiting <= graph.foreseen:
+            holding = self.holding_calls()
+            if self.observing or not holding <= graph.foreseen:
+                self.waiting_calls()  # only then, because it looks at each of them
+                holding = self.holding_calls()
+            if not holding <= graph.foreseen:
                 self.surprise(graph)
-            return waiting
+            return holding
 
     def end_step(self) -> None:
         """What was observed is over."""
@@ -413,6 +433,8 @@ class Ledger:
         planned = graph.planned
         if planned is None or planned.program.boundary is None:
             return
+        if None in graph.waiting.values():
+            return  # a checkpointed region has to be computed again by the code that it ran with
         assignment = self.first_assignment(more_follow=True, of_graph=graph)
         chosen, outside_bytes = planned.chosen, assignment.rest.outside_bytes
         budget_bytes = None

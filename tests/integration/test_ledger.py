@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
 from dtrcompile import backend, ledger
@@ -332,6 +333,30 @@ def test_nothing_is_unpacked_to_see_what_waits_for_its_backward() -> None:
     assert not unpacked
     loss.backward()
     assert unpacked
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("several_graphs", [True, False])
+def test_checkpointed_blocks_are_computed_again_by_the_code_they_ran_with(
+    several_graphs: bool, use_reentrant: bool
+) -> None:
+    """A region that saves other tensors the second time is an error of `torch.utils.checkpoint`."""
+    blocks, x = blocks_and_batch()
+
+    def step() -> dict[str, Any]:
+        blocks.zero_grad()
+        y = x
+        for block in blocks:
+            y = checkpoint(block, y, use_reentrant=use_reentrant)
+        y.square().mean().backward()
+        return gradients_of(blocks)
+
+    expected = step()
+    options = {"budget": "min", "compiler": "eager", "several_graphs": several_graphs}
+    for block in blocks:
+        block.compile(backend=backend.dtr, options=options)
+    for _ in range(4):
+        assert relative_error(step(), expected) <= SAME
 
 
 def encoder_and_decoder(budget: object, **options: object) -> list[int]:
