@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
+from bench import several_graphs
 from dtrcompile import backend, ledger
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from tests.integration.helpers import (
@@ -36,16 +36,9 @@ WIDE = 128  # two buckets of gradients
 SAME = 1e-5
 
 
-class Block(nn.Module):
+class Block(several_graphs.Block):
     def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return y
+        super().__init__(width)
 
 
 class Broken(nn.Module):
