@@ -14,10 +14,8 @@ differ too).  Times are printed, not judged.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +33,7 @@ from bench.measure import (
     relative_error,
     say,
     step_peak_bytes,
+    use_kernel_cache,
     write_json_line,
 )
 from bench.models import MODELS
@@ -87,9 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.models = arguments.models or (
         "mlp16,gpt_demo" if arguments.quick else ",".join(MODELS)
     )
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dtrcompile-bench-inductor")
-    )
+    use_kernel_cache()
     torch._dynamo.config.recompile_limit = 64
     description = machine(torch.device("cpu"))
     rows: list[tuple[str, ...]] = []

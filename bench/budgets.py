@@ -26,7 +26,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -46,6 +45,7 @@ from bench.measure import (
     relative_error,
     say,
     step_peak_bytes,
+    use_kernel_cache,
     write_json_line,
 )
 from bench.models import MODELS
@@ -328,7 +328,7 @@ def run_in_process(name: str, arguments: argparse.Namespace, budgets: Sequence[s
     command += ["--device", arguments.device, "--rounds", str(arguments.rounds)]
     command += ["--quick"] if arguments.quick else []
     environment = dict(os.environ)
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", _kernel_cache())
+    use_kernel_cache(environment)
     rows: list[Row] = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -343,11 +343,6 @@ def run_in_process(name: str, arguments: argparse.Namespace, budgets: Sequence[s
         message = f"the process ended with status {process.returncode}"
         rows.append(Row(name, arguments.compiler, "-", status="ERROR", broken=message))
     return rows
-
-
-def _kernel_cache() -> str:
-    """Inductor's cache of this benchmark: kernels that did not change are not compiled again."""
-    return str(Path(tempfile.gettempdir()) / "dtrcompile-bench-inductor")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

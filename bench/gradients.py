@@ -16,9 +16,7 @@ above 1e-5 anywhere; the stock partitioner's rows are for comparison.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +30,7 @@ from bench.measure import (
     relative_error,
     say,
     step_peak_bytes,
+    use_kernel_cache,
     write_json_line,
 )
 from bench.models import MODELS
@@ -72,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quick = arguments.quick
     arguments.models = arguments.models or ("gpt_demo" if quick else "gpt_demo,gpt2_hf")
     arguments.shares = arguments.shares or ("0.5" if quick else "0.7,0.5,0.4")
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dtrcompile-bench-inductor")
-    )
+    use_kernel_cache()
     description = machine(torch.device("cpu"))
     rows: list[tuple[str, ...]] = []
     worst = 0.0

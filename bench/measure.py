@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,12 @@ def interleaved_s(
                 torch.cuda.synchronize(device)
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+def use_kernel_cache(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Keep Inductor's kernels from run to run: those that did not change are not compiled again."""
+    folder = Path(tempfile.gettempdir()) / "dtrcompile-bench-inductor"
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def machine(device: torch.device) -> dict[str, Any]:

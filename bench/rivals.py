@@ -38,7 +38,6 @@ import os
 import secrets
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +57,7 @@ from bench.measure import (
     machine,
     relative_error,
     say,
+    use_kernel_cache,
     write_json_line,
 )
 from bench.pictures import save
@@ -583,9 +583,7 @@ def in_process(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, A
         command += [f"--{flag}", str(getattr(arguments, flag))]
     command += ["--cold"] if arguments.cold else []
     environment = dict(os.environ)
-    environment.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dtrcompile-bench-inductor")
-    )
+    use_kernel_cache(environment)
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -14,9 +14,7 @@ Exits with 1 if a step held more than its budget, or a gradient differs from pla
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +32,7 @@ from bench.measure import (
     machine,
     relative_error,
     say,
+    use_kernel_cache,
     write_json_line,
 )
 from dtrcompile.backend import dtr
@@ -87,7 +86,7 @@ def whole(compile_: Compile, width: int, batch: int) -> Form:
 
 
 def breaks(compile_: Compile, width: int, batch: int) -> Form:
-    """Three graph breaks."""
+    """Three graph breaks.  (In a loop they would make Dynamo leave the whole frame to Python.)"""
     parts = nn.ModuleList(trunk(width, BLOCKS // 4) for _ in range(4))
     x = torch.randn(batch, width)
 
@@ -183,12 +182,12 @@ def train(name: str, compile_: Compile, *, quick: bool) -> tuple[list[int], dict
     form = FORMS[name](compile_, width, batch)
     before_bytes = static_bytes(form.module, *form.inputs)
     peaks = []
+
+    def step() -> None:
+        form.forward().backward()  # type: ignore[no-untyped-call]
+
     for _ in range(STEPS):
         form.module.zero_grad(set_to_none=True)
-
-        def step() -> None:
-            form.forward().backward()  # type: ignore[no-untyped-call]
-
         peaks.append(trace_step(step, before_bytes, torch.device("cpu")).peak_bytes)
     return peaks, {n: p.grad for n, p in form.module.named_parameters()}
 
@@ -204,9 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     forms = arguments.forms or ("one by one,apart" if arguments.quick else ",".join(FORMS))
     shares = arguments.shares or ("50" if arguments.quick else "100,70,50,35,0")
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dtrcompile-bench-inductor")
-    )
+    use_kernel_cache()
     description = machine(torch.device("cpu"))
     rows: list[tuple[str, ...]] = []
     bad: list[str] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dtrcompile.passes.program import Program, StorageKind
+from dtrcompile.passes.program import Program
 
 NEVER = 1 << 60
 """A position after every other: there is no next use."""
@@ -150,5 +150,5 @@ class ProgramIndex:
                 and (tensors[t].producer or 0) < program.boundary
             ),
             end_outputs=tuple(t for t in program.outputs if not constant[storage_of[t]]),
-            tangent_bytes=sum(s.size_bytes for s in storages if s.kind is StorageKind.TANGENT),
+            tangent_bytes=program.tangent_bytes,
         )

@@ -170,6 +170,11 @@ class Program:
         )
 
     @cached_property
+    def tangent_bytes(self) -> int:
+        """Bytes of the gradients that backward is given."""
+        return sum(s.size_bytes for s in self.storages if s.kind is StorageKind.TANGENT)
+
+    @cached_property
     def cost_ns(self) -> int:
         """Cost of the baseline: each operator once."""
         return sum(op.cost_ns for op in self.operators)

@@ -124,8 +124,7 @@ def with_rest(program: Program, rest: Rest) -> Program:
     boundary = program.boundary
     if boundary is None or not (rest.between_bytes or rest.gradient_bytes):
         return program
-    tangents = (s.size_bytes for s in program.storages if s.kind is StorageKind.TANGENT)
-    workspace_bytes = rest.between_bytes - rest.gradient_bytes - sum(tangents)
+    workspace_bytes = rest.between_bytes - rest.gradient_bytes - program.tangent_bytes
     operator = Operator(
         boundary,
         REST_NAME,

@@ -13,7 +13,7 @@ from typing import ClassVar
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.host_link import HostLink
 from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step
-from dtrcompile.passes.program import Program, StorageKind
+from dtrcompile.passes.program import Program
 from dtrcompile.passes.replay import replay
 
 
@@ -81,17 +81,16 @@ def lower_bound_bytes(program: Program) -> int:
     Constants are there all the time, tangents and forward outputs in backward.
     """
     sizes = [0 if s.is_constant else s.size_bytes for s in program.storages]
-    tangent_bytes = sum(s.size_bytes for s in program.storages if s.kind is StorageKind.TANGENT)
     held = program.held_from_boundary
     held_bytes = sum(sizes[s] for s in held)
     bound = sum(sizes[s] for s in program.output_storages)
     if program.boundary is not None:
-        bound += tangent_bytes
+        bound += program.tangent_bytes
     for op in program.operators:
         storages = {program.tensors[t].storage for t in (*op.inputs, *op.outputs)}
         here = op.workspace_bytes
         if program.boundary is not None and op.id >= program.boundary:
             storages -= held
-            here += held_bytes + tangent_bytes
+            here += held_bytes + program.tangent_bytes
         bound = max(bound, here + sum(sizes[s] for s in storages))
     return program.constant_bytes + bound
