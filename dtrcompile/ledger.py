@@ -42,7 +42,7 @@ from dtrcompile.passes.plan import Plan
 from dtrcompile.passes.planners import keep_all, make_planner, minimum_plan
 from dtrcompile.passes.planners.base import Planner
 from dtrcompile.passes.program import Program, StorageKind
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.replay import PlanStats, replay
 from dtrcompile.passes.sharing import (
     Demand,
     GraphBytes,
@@ -144,9 +144,12 @@ class Planned:
             outcome.saves_least,
         )
 
-    def planned_bytes(self, plan: Plan) -> GraphBytes:
-        """What another plan, made of the program with the rest of a step, holds."""
-        stats = replay(self.program, without_rest(plan, self.program))[1]
+    def stats_of(self, plan: Plan) -> PlanStats:
+        """Of another plan, made of the program with the rest of a step."""
+        return replay(self.program, without_rest(plan, self.program))[1]
+
+    def planned_bytes(self, stats: PlanStats) -> GraphBytes:
+        """What a plan holds."""
         return GraphBytes(
             self.program.constant_bytes,
             stats.forward_peak_bytes,
@@ -328,6 +331,8 @@ class Ledger:
         Args:
             of_graph: where it was compiled before; then it may itself be among those that wait.
         """
+        if self.options.is_whole_peak:
+            return Assignment()  # the whole peak of the step: every graph may have its own
         waiting = self.waiting_calls()
         outside = 0
         for graph in self._alive():
@@ -336,8 +341,6 @@ class Ledger:
                 if graph is not of_graph:
                     outside += graph.planned.chosen.constant_bytes
         budget = self.options.budget
-        if self.options.is_whole_peak:
-            return Assignment()  # the whole peak of the step: every graph may have its own
         if budget.kind is BudgetKind.SHARE and (waiting or more_follow):
             note = "one of several graphs of the step: as small as can be until all are known"
             return Assignment(more_follow=more_follow, is_share_of_unknown=True, note=note)
@@ -371,14 +374,18 @@ class Ledger:
         """Whether the backward of any call is still to come."""
         return any(graph.waits() for graph in self._alive())
 
-    def waiting_calls(self) -> int:
-        """Calls whose backward is still to come."""
+    def drop_done(self) -> None:
+        """Forget all calls whose backward has run; looks at each of them."""
         for graph in self._alive():
             graph.drop_done()
+
+    def waiting_calls(self) -> int:
+        """Calls whose backward is still to come."""
+        self.drop_done()
         return sum(len(g.waiting) for g in self._alive())
 
     def holding_calls(self) -> Counter[int]:
-        """Of each graph, calls that hold what they saved; some may be done if not dropped yet."""
+        """Of each graph, calls that hold what they saved, or did: see `drop_done`."""
         return Counter(
             g.serial for g in self._alive() for p in list(g.waiting.values()) if p is not None
         )
@@ -399,7 +406,7 @@ class Ledger:
                 self.end_step()
             holding = self.holding_calls()
             if self.observing or not holding <= graph.foreseen:
-                self.waiting_calls()  # only then, because it looks at each of them
+                self.drop_done()
                 holding = self.holding_calls()
             if not holding <= graph.foreseen:
                 self.surprise(graph)
@@ -493,7 +500,7 @@ class Ledger:
         was_guessed = any(
             (a := _of(g).assignment).more_follow or a.is_share_of_unknown for g in graphs
         )
-        if self.options.is_whole_peak or is_inference or (len(sequence) < 2 and not was_guessed):
+        if is_inference or (len(sequence) < 2 and not was_guessed):
             return
         step = _Step(
             graphs,
@@ -719,7 +726,7 @@ class _Step:
             return planned.chosen
         between = replay(program, keep_all(program))[1].peak_bytes
         plan = minimum_plan(with_rest(program, Rest(between_bytes=between)), self.quick)
-        return planned.planned_bytes(plan)
+        return planned.planned_bytes(planned.stats_of(plan))
 
     def plan(
         self, quotas: Sequence[int], budget_bytes: int
@@ -750,9 +757,9 @@ class _Step:
                 plan = self.quick.plan(whole, own_bytes)
             except InfeasibleBudgetError:
                 return None
-            held[i] = planned.planned_bytes(plan)
-            plan = without_rest(plan, program)
-            cost_ns += self.sequence.count(i) * replay(program, plan)[1].cost_ns
+            stats = planned.stats_of(plan)
+            held[i] = planned.planned_bytes(stats)
+            cost_ns += self.sequence.count(i) * stats.cost_ns
         return (cost_ns, held) if self.peak(held) <= budget_bytes else None
 
     def compile_all(self, held: Sequence[GraphBytes], budget_bytes: int) -> None:
