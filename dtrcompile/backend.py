@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtrcompile.ledger import (
-    Assignment,
-    Code,
-    Planned,
-    SharedGraph,
-    ledger_of,
-    more_graphs_follow,
-)
+from dtrcompile.ledger import ledger_of, more_graphs_follow
 from dtrcompile.options import Options
 from dtrcompile.passes.capture import Captured, capture, output_arguments
 from dtrcompile.passes.costs import make_cost_model
@@ -72,6 +65,7 @@ from dtrcompile.passes.torch_private import (
 )
 from dtrcompile.passes.wishes import tag_scopes
 from dtrcompile.report import CompileReport, add_report, next_graph_index
+from dtrcompile.shared_graph import Assignment, Code, Planned, SharedGraph
 from dtrcompile.source_hash import package_hash
 
 log = logging.getLogger("dtrcompile")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
 from bench import several_graphs
-from dtrcompile import backend, ledger
+from dtrcompile import backend, training_step
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from tests.integration.helpers import (
     compile_dtr,
@@ -408,18 +408,18 @@ def test_calls_that_are_too_many_for_the_budget_are_refused_in_the_first_step() 
 def test_gradients_that_calls_accumulate_are_counted_once() -> None:
     """Backward runs from the last call to the first."""
 
-    def call(parameters: dict[int, int], graph: object = mock.Mock()) -> ledger._Call:
-        return ledger._Call(graph, {}, parameters, {}, Counter(), True)  # type: ignore[arg-type]
+    def call(parameters: dict[int, int], graph: object = mock.Mock()) -> training_step.Call:
+        return training_step.Call(graph, {}, parameters, {}, Counter(), True)  # type: ignore[arg-type]
 
     unplanned = mock.Mock(planned=None)
     calls = [call({1: 10, 2: 20}), call({2: 20, 3: 30}), call({9: 9}, unplanned), call({3: 30})]
-    assert ledger._gradient_bytes(calls) == [10, 20, 30]
+    assert training_step._gradient_bytes(calls) == [10, 20, 30]
 
 
 def test_what_the_first_step_ran_with_stays_if_nothing_better_is_found() -> None:
     module, x = model_and_batch()
     compiled = compile_dtr(module, 4_000_000, compiler="eager", several_graphs=True)
-    with mock.patch.object(ledger._Step, "shared", lambda *_: None):
+    with mock.patch.object(training_step.Step, "shared", lambda *_: None):
         for _ in range(3):
             compiled(x).backward()
     reports = dtrcompile.reports()
