@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from dtrcompile.passes.errors import OptionError
-from dtrcompile.passes.nodes import Role, packet, role
+from dtrcompile.passes.nodes import Role, hint, packet, role
 from dtrcompile.passes.torch_private import disable_modes
 
 log = logging.getLogger("dtrcompile.costs")
@@ -196,13 +196,8 @@ _UNBACKED_SIZE = 8192
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """``size`` as an int, without adding a guard: a symbolic one counts at its example value."""
-    while isinstance(size, torch.SymInt):
-        hint = size.node.hint
-        if hint is None:
-            return _UNBACKED_SIZE
-        size = hint
-    return int(size)
+    """A size as a number; one that only the data will tell costs something."""
+    return hint(size, _UNBACKED_SIZE)
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

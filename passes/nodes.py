@@ -282,11 +282,14 @@ def why_not_recomputable(node: fx.Node) -> str | None:
     return None
 
 
-def hint(size: int | torch.SymInt) -> int:
-    """A size as a number; of a symbolic one, its value when the graph was traced."""
-    if isinstance(size, torch.SymInt):
+def hint(size: int | torch.SymInt, unbacked: int = 0) -> int:
+    """A size as a number, without adding a guard.
+
+    Of a symbolic one, its value when the graph was traced; ``unbacked`` where it had none.
+    """
+    while isinstance(size, torch.SymInt):
         found = size.node.hint
-        return int(found) if isinstance(found, int) else 0
+        size = unbacked if found is None else found
     return int(size)
 
 
