@@ -16,6 +16,7 @@ from torch import fx
 
 from dtrcompile.ledger import ledger_of, more_graphs_follow
 from dtrcompile.options import Options
+from dtrcompile.passes.allocators import EXACT, allocator_of
 from dtrcompile.passes.capture import Captured, capture, output_arguments
 from dtrcompile.passes.costs import make_cost_model
 from dtrcompile.passes.errors import OptionError, VerificationError, format_bytes
@@ -69,6 +70,11 @@ from dtrcompile.shared_graph import Assignment, Code, Planned, SharedGraph
 from dtrcompile.source_hash import package_hash
 
 log = logging.getLogger("dtrcompile")
+
+_UNSPLIT = (
+    "above 1 MiB, blocks may be up to 1 MiB larger than tensors, and each counts as that; with"
+    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True they are not"
+)
 
 
 def dtr(
@@ -268,6 +274,7 @@ def _plan(
 ) -> Outcome:
     """Capture, plan, emit and report."""
     options = session.options
+    is_inductor = options.compiler == "inductor"
     start = time.perf_counter()
     captured = capture(
         forward,
@@ -275,10 +282,11 @@ def _plan(
         num_fwd_outputs=num_fwd_outputs,
         static_input_indices=static_input_indices,
         cost_model=make_cost_model(options.cost_model, _device(forward)),
+        # The eager executor counts what it asks for.
+        allocator=allocator_of(_device(forward)) if is_inductor else EXACT,
     )
     session.capture_s = time.perf_counter() - start
     planner = make_planner(options.planner, **options.planner_options())
-    is_inductor = options.compiler == "inductor"
     model: MemoryModel = (
         InductorModel(is_checked_later=session.may_guess) if is_inductor else RefereeModel()
     )
@@ -324,6 +332,7 @@ def _report(session: _Session) -> None:
     captured = outcome.captured
     chosen = outcome.chosen
     guess = "ample budget: peaks are estimates until backward has run" if outcome.is_guess else ""
+    unsplit = "" if captured.allocator.splits_all else _UNSPLIT
     plan, _, stats = outcome.baseline
     measured = outcome.baseline_measured
     if chosen is not None:
@@ -348,7 +357,7 @@ def _report(session: _Session) -> None:
             planning_s=session.capture_s + outcome.planning_s,
             lowering_s=outcome.lowering_s,
             outside_bytes=outcome.rest.outside_bytes,
-            notes=tuple(note for note in (session.assignment.note, guess) if note),
+            notes=tuple(note for note in (session.assignment.note, guess, unsplit) if note),
         )
     )
 
@@ -386,9 +395,10 @@ class DTRPartitioner(CustomPartitionerFn):
         return emitted.forward, emitted.backward
 
     def uuid(self) -> object:
-        """Covers the package's source, every option and the devices there are."""
+        """Covers the package's source, every option, the devices there are and their allocator."""
         devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        return (package_hash(), self.options.cache_key(), tuple(devices))
+        allocator = allocator_of(torch.device("cuda")) if devices else EXACT
+        return (package_hash(), self.options.cache_key(), tuple(devices), repr(allocator))
 
 
 def _compile_inductor(

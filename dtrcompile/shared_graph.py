@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from dtrcompile.passes.allocators import Allocator
 from dtrcompile.passes.capture import Captured, output_arguments
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.measured import Measured
@@ -87,6 +88,7 @@ class Planned:
     chosen: GraphBytes
     is_default: bool
     saves_least: bool
+    allocator: Allocator
 
     @staticmethod
     def of(outcome: Outcome, assignment: Assignment, available_bytes: int | None) -> Planned:
@@ -102,6 +104,7 @@ class Planned:
             outcome.measured.graph_bytes(constant_bytes, gradient_bytes),
             outcome.chosen is None,
             outcome.saves_least,
+            captured.allocator,
         )
 
     def stats_of(self, plan: Plan) -> PlanStats:

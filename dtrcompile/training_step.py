@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dtrcompile.options import Options
+from dtrcompile.passes.allocators import EXACT, Allocator
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.planners import keep_all, make_planner, minimum_plan
 from dtrcompile.passes.planners.base import Planner
@@ -63,8 +64,12 @@ class Call:
         """From what the graph was called with, and returned."""
         results = result if isinstance(result, (tuple, list)) else (result,)
         leaves = [a for a in args if isinstance(a, torch.Tensor) and a.is_leaf]
-        parameters = _storages([a for a in leaves if a.requires_grad])
-        return Call(graph, _storages(args), parameters, _storages(results), before, awaits_backward)
+        parameters = [a for a in leaves if a.requires_grad]
+        allocator = EXACT if graph.planned is None else graph.planned.allocator
+        inputs, accumulated, outputs = (
+            _storages(values, allocator) for values in (args, parameters, results)
+        )
+        return Call(graph, inputs, accumulated, outputs, before, awaits_backward)
 
 
 class Step:
@@ -310,10 +315,10 @@ def _of(graph: SharedGraph) -> Planned:
     return graph.planned
 
 
-def _storages(values: Sequence[Any]) -> dict[int, int]:
+def _storages(values: Sequence[Any], allocator: Allocator) -> dict[int, int]:
     """Address -> bytes of the storages of tensors; no tensor is held."""
     return {
-        v.untyped_storage().data_ptr(): v.untyped_storage().nbytes()
+        v.untyped_storage().data_ptr(): allocator.block_bytes(v.untyped_storage().nbytes())
         for v in values
         if isinstance(v, torch.Tensor)
         and v.layout is torch.strided

@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from dtrcompile.passes.allocators import EXACT, Allocator
 from dtrcompile.passes.costs import CostModel
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.nodes import (
@@ -92,6 +93,7 @@ class Captured:
         same_value: backward placeholder -> the forward node that it receives.
         static_input_indices: which forward inputs are parameters and buffers.
         cost_model: what operators cost.
+        allocator: what it counts for the storages; their sizes in the program are that.
     """
 
     program: Program
@@ -104,6 +106,7 @@ class Captured:
     same_value: dict[fx.Node, fx.Node]
     static_input_indices: tuple[int, ...]
     cost_model: CostModel
+    allocator: Allocator
 
     @property
     def draws(self) -> dict[int, fx.Node]:
@@ -124,6 +127,7 @@ class Captured:
             num_fwd_outputs=self.num_fwd_outputs,
             static_input_indices=self.static_input_indices,
             cost_model=self.cost_model,
+            allocator=self.allocator,
             draws=[draws[o] for o in order],
             name=self.program.name,
         )
@@ -180,6 +184,7 @@ def capture(
     num_fwd_outputs: int,
     static_input_indices: Iterable[int],
     cost_model: CostModel,
+    allocator: Allocator = EXACT,
     draws: Sequence[fx.Node] = (),
     name: str = "graph",
 ) -> Captured:
@@ -190,13 +195,22 @@ def capture(
             of the forward nodes whose values they receive (the partitioner's contract).
         num_fwd_outputs: number of the user's outputs among forward's.
         static_input_indices: which forward inputs are parameters and buffers.
+        cost_model: what operators cost.
+        allocator: what it counts for a storage is its size in the program.
         draws: nodes that draw random numbers, in the order that they are to have in the program.
 
     Raises:
         CaptureError: if a graph holds what cannot be planned.
     """
     return _Capture(
-        forward, backward, num_fwd_outputs, tuple(static_input_indices), cost_model, draws, name
+        forward,
+        backward,
+        num_fwd_outputs,
+        tuple(static_input_indices),
+        cost_model,
+        allocator,
+        draws,
+        name,
     ).run()
 
 
@@ -216,6 +230,7 @@ class _Capture:
         num_fwd_outputs: int,
         static_input_indices: tuple[int, ...],
         cost_model: CostModel,
+        allocator: Allocator,
         draws: Sequence[fx.Node],
         name: str,
     ) -> None:
@@ -224,6 +239,7 @@ class _Capture:
         self.num_fwd_outputs = num_fwd_outputs
         self.static_input_indices = static_input_indices
         self.cost_model = cost_model
+        self.allocator = allocator
         self.name = name
 
         self.forward_nodes = list(forward.graph.nodes)
@@ -711,7 +727,9 @@ class _Capture:
             storage_of[self.owner(n)] for n in (*self.user_outputs, *self.gradients)
         )
         program = Program(
-            tuple(storages),
+            tuple(
+                replace(s, size_bytes=self.allocator.block_bytes(s.size_bytes)) for s in storages
+            ),
             tuple(tensors),
             tuple(operators),
             tuple(outputs_wanted),
@@ -729,6 +747,7 @@ class _Capture:
             self.same_value,
             self.static_input_indices,
             self.cost_model,
+            self.allocator,
         )
 
 

@@ -45,10 +45,6 @@ from dtrcompile.passes.torch_private import (
 )
 from dtrcompile.passes.workspaces import workspace_bytes
 
-# On CUDA the caching allocator rounds each allocation up to a multiple of this.
-CUDA_ALIGNMENT_BYTES = 512
-
-
 # Outputs that AOTAutograd adds to the user's; their strides are its own business.
 _NOT_FROM_THE_USER = (InputMutationAOTOutput, IntermediateBaseAOTOutput)
 
@@ -99,7 +95,7 @@ def schedule_of(
     def replayed(condition: bool) -> tuple[Measured, bool]:
         ledger = Ledger(
             base_bytes=resident.parameters + resident.inputs,
-            alignment_bytes=CUDA_ALIGNMENT_BYTES if device_of(captured).type == "cuda" else 1,
+            allocator=captured.allocator,
             condition=condition,
         )
         measured = replay_schedule(

@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtrcompile.passes.allocators import EXACT, Allocator
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.layouts import ROOM
 from dtrcompile.passes.measured import Measured
@@ -345,7 +346,7 @@ class Ledger:
 
     Attributes:
         base_bytes: resident throughout, not allocated by the wrappers (parameters, inputs).
-        alignment_bytes: sizes are rounded up to a multiple (512 on CUDA).
+        allocator: what it counts for a storage.
         events: (bytes live, label) after each allocation.
         live: address -> what stands there; addresses are used again, serial numbers are not.
         peak_bytes: largest so far.
@@ -359,7 +360,7 @@ class Ledger:
     """
 
     base_bytes: int = 0
-    alignment_bytes: int = 1
+    allocator: Allocator = EXACT
     events: list[tuple[int, str]] = field(default_factory=list)
     live: dict[int, Allocation] = field(default_factory=dict)
     peak_bytes: int = 0
@@ -388,8 +389,7 @@ class Ledger:
         key = storage._cdata
         if key in self.live and not self.live[key].storage.expired():
             return
-        size_bytes = hint(storage.nbytes())
-        size_bytes += -size_bytes % self.alignment_bytes
+        size_bytes = self.allocator.block_bytes(hint(storage.nbytes()))
         self.drop_dead()
         self.allocations += 1
         self.live[key] = Allocation(self.allocations, StorageWeakRef(storage), size_bytes, label)
@@ -398,6 +398,7 @@ class Ledger:
 
     def use(self, size_bytes: int, label: str) -> None:
         """Count bytes that are held only now."""
+        size_bytes = self.allocator.block_bytes(size_bytes)
         operator = self.wrapper.operators.get(_buffer(label))
         if operator is not None:
             most = max(size_bytes, self.workspace_bytes.get(operator, 0))

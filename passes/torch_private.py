@@ -40,6 +40,9 @@ from torch.autograd import _disable_profiler_legacy as disable_profiler
 from torch.autograd import _enable_profiler_legacy as enable_profiler
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
+# --- what the allocator counts --------------------------------------------------------------------
+from torch.cuda.memory import _snapshot as allocator_snapshot
+
 # --- Inductor: lowering, scheduling, compilation ------------------------------------------------
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config

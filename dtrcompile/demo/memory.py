@@ -64,9 +64,24 @@ def trace_step(step: Callable[[], object], static_bytes: int, device: torch.devi
 
 
 def static_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:
-    """Bytes of the parameters, buffers and inputs, each storage once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*model.parameters(), *model.buffers(), *inputs)
-    }
-    return sum(storages.values())
+    """Bytes of the parameters, buffers and inputs, each storage once; on CUDA, of their blocks."""
+    tensors = [*model.parameters(), *model.buffers(), *inputs]
+    blocks = cuda_blocks() if any(tensor.is_cuda for tensor in tensors) else {}
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({s.data_ptr(): blocks.get(s.data_ptr(), s.nbytes()) for s in storages}.values())
+
+
+def cuda_blocks() -> dict[int, int]:
+    """Address -> bytes of the caching allocator's blocks, which may be larger than what is asked.
+
+    Other allocators do not tell.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return {}
+    blocks: dict[int, int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        address = segment["address"]
+        for block in segment["blocks"]:
+            blocks[address] = block["size"]
+            address += block["size"]
+    return blocks

@@ -24,7 +24,9 @@ from torch._inductor.scheduler import Scheduler
 from torch.nn.attention.flex_attention import flex_attention
 
 import dtrcompile
+from dtrcompile import backend
 from dtrcompile.passes import inductor, layouts
+from dtrcompile.passes.allocators import Allocator
 from dtrcompile.passes.capture import Captured
 from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
 from dtrcompile.passes.inductor import InductorModel
@@ -629,6 +631,43 @@ def test_the_modes_with_cuda_graphs_keep_the_order_of_the_plan() -> None:
     (report,) = dtrcompile.reports()
     assert report.recomputed_runs > 0
     assert peak_bytes <= report.promised_peak_bytes < 0.6 * report.baseline_peak_bytes
+
+
+def test_blocks_larger_than_their_tensors_are_counted() -> None:
+    """As on CUDA without expandable segments; here nothing is larger, so the promise is above."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = F.gelu(layer(x))
+            return x.square().mean()
+
+    torch.manual_seed(SEED)
+    module, x = Model(), torch.randn(4096, 600)
+    module(x).backward()
+    expected = {name: g.clone() for name, g in gradients_of(module).items() if g is not None}
+    module.zero_grad(set_to_none=True)
+    compiled = compile_dtr(module, "70%", compiler="inductor")
+    native = Allocator(512, splits_all=False)
+    with mock.patch.object(backend, "allocator_of", lambda _: native):
+        compiled(x).backward()
+    assert relative_error(gradients_of(module), expected) <= SAME
+    (report,) = dtrcompile.reports()
+    assert any("expandable_segments" in note for note in report.notes)
+    split = report.promised_split
+    # Weights (1440000 bytes) are above 1 MiB, biases (2400 bytes) below.
+    assert split["parameters"] == 6 * (1440256 + 2**20 + 2560)
+    assert split["inputs"] == x.nbytes + 2**20 + 512  # with the loss's gradient
+    assert split["saved"] > 0
+    assert split["saved"] % (x.nbytes + 2**20) == 0
+    module.zero_grad(set_to_none=True)
+    peak_bytes = live_peak_bytes(lambda: compiled(x).backward()) + static_bytes(module, x)
+    constants = 7
+    assert peak_bytes + constants * 2**20 < report.promised_peak_bytes <= report.budget_bytes
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])

@@ -12,6 +12,7 @@ from torch import fx, nn
 from bench.captured import captured_of
 from dtrcompile.passes import emit as emit_module
 from dtrcompile.passes import pipeline
+from dtrcompile.passes.allocators import Allocator
 from dtrcompile.passes.capture import Captured
 from dtrcompile.passes.emit import Emitted, emit, free
 from dtrcompile.passes.errors import (
@@ -375,7 +376,7 @@ def test_cuda_sizes_are_rounded_up() -> None:
     mode = FakeTensorMode()
     with mode:
         x = torch.empty(8, 4)
-    ledger = Ledger(alignment_bytes=512)
+    ledger = Ledger(allocator=Allocator(512))
     run_wrapper(Wrapper("import torch\n" + WRAPPER, {}), [x], ledger, mode)
     assert ledger.peak_bytes == 1024
 
