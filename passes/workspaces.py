@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -144,9 +145,20 @@ def _measure(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], traced: object
 ) -> int:
     is_on_cuda = any(_is_tensor(t) and t.device.type == "cuda" for t in pytree.tree_leaves(args))
-    # A profile that the user is taking cannot be interrupted by ours.
     if not is_on_cuda and torch.autograd.profiler._is_profiler_enabled:
-        return _bound(args)
+        # A thread has one profile at a time, and this one's is the user's.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(_measure_here, func, args, kwargs, traced, is_on_cuda).result()
+    return _measure_here(func, args, kwargs, traced, is_on_cuda)
+
+
+def _measure_here(
+    func: OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    traced: object,
+    is_on_cuda: bool,
+) -> int:
     with disable_modes(), torch.no_grad(), _same_random_state(func, is_on_cuda):
         try:
             real_args, real_kwargs = pytree.tree_map(_real, (tuple(args), dict(kwargs)))
@@ -157,7 +169,7 @@ def _measure(
             call()  # the first call may set up what later ones reuse
             size_bytes = _cuda_extra(call) if is_on_cuda else _cpu_extra(call)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
-            size_bytes = _bound(args)
+            size_bytes = _bound(args, traced)
             log.warning("workspace of %s not measured (%s); assuming %d", func, error, size_bytes)
     log.debug("workspace of %s: %d bytes", func, size_bytes)
     return size_bytes
@@ -176,9 +188,9 @@ def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _bound(args: Sequence[object]) -> int:
-    """A copy of every argument: what a library that reorders all of them would need."""
-    return sum(extent_bytes(t) for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+def _bound(*values: object) -> int:
+    """A copy of every argument and result: what a library that reorders all of them needs."""
+    return sum(extent_bytes(t) for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor))
 
 
 def _cpu_extra(call: Callable[[], Any]) -> int:

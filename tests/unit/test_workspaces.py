@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from dtrcompile.passes import workspaces
 from dtrcompile.passes.torch_private import FakeTensorMode
@@ -54,6 +55,22 @@ def test_fused_attention_is_measured_and_draws_no_random_numbers() -> None:
     # It keeps the scores of one block at a time, in a buffer of its own.
     assert workspace_bytes(attention, (heads, heads, heads), {}, attention(heads, heads, heads)) > 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_profile_that_the_user_takes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = torch.ops.aten.convolution_backward.default
+    images = torch.zeros(4, 32, 8, 8).to(memory_format=torch.channels_last)
+    weight = torch.zeros(32, 32, 3, 3).to(memory_format=torch.channels_last)
+    where = ([32], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
+    args = (images, images, weight, *where)
+    found = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        monkeypatch.setattr(workspaces, "_CACHE", {})
+        found.append(workspace_bytes(backward, args, {}, (images, weight, torch.zeros(32))))
+    monkeypatch.setattr(workspaces, "_CACHE", {})
+    found.append(workspace_bytes(backward, args, {}, (images, weight, torch.zeros(32))))
+    assert found[0] == found[1] > 0
+    assert not any("convolution" in event.key for event in profiler.key_averages())
 
 
 def test_measuring_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
