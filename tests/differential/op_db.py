@@ -224,11 +224,13 @@ class Outcome:
     recomputed: int
 
 
-def check(name: str, *, rtol: float = 1e-4, atol: float = 1e-4) -> Outcome:
+def check(
+    name: str, *, rtol: float = 1e-4, atol: float = 1e-4, draws_as_eager: bool = True
+) -> Outcome:
     """Runs operator ``name`` at the smallest budget and compares it with eager PyTorch.
 
-    A random operator is compared with Inductor's ``fallback_random`` on; and, without it, bit for
-    bit with the unbudgeted run.
+    A random operator is compared with Inductor's ``fallback_random`` on, if that draws what eager
+    PyTorch draws (``draws_as_eager``); and, without it, bit for bit with the unbudgeted run.
 
     Raises:
         AssertionError: if anything that can be observed differs, or if the eager executor counted
@@ -245,7 +247,8 @@ def check(name: str, *, rtol: float = 1e-4, atol: float = 1e-4) -> Outcome:
         options: dict[str, Any] = {"inductor": {"fallback_random": True}} if case.is_random else {}
         with executor_checked():
             observed = run(compile_dtr(step, "min", **options), case).as_dict()
-        assert_close(observed, expected, rtol=rtol, atol=atol)
+        if draws_as_eager:
+            assert_close(observed, expected, rtol=rtol, atol=atol)
         reports = dtrcompile.reports()
         if case.is_random:
             with executor_checked():
