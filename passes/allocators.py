@@ -5,8 +5,8 @@ PyTorch's caching allocator for CUDA (``c10/cuda/CUDACachingAllocator.cpp``, ``r
 enough.  A block for more than 1 MiB is split only if more than 1 MiB would be left of it;
 otherwise all of it is handed out, and ``torch.cuda.max_memory_allocated`` counts all of it.  Which
 blocks are cached depends on all that the process did before, so what is counted here is the most
-that a request can be given: the same in every run.  Expandable segments
-(``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``) are split to the byte.
+that a request can be given: the same in every run.  Blocks of expandable segments
+(``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``) are split to 512 bytes.
 """
 
 from __future__ import annotations

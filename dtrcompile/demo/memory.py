@@ -66,12 +66,12 @@ def trace_step(step: Callable[[], object], static_bytes: int, device: torch.devi
 def static_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:
     """Bytes of the parameters, buffers and inputs, each storage once; on CUDA, of their blocks."""
     tensors = [*model.parameters(), *model.buffers(), *inputs]
-    blocks = cuda_blocks() if any(tensor.is_cuda for tensor in tensors) else {}
+    blocks = _cuda_blocks() if any(tensor.is_cuda for tensor in tensors) else {}
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({s.data_ptr(): blocks.get(s.data_ptr(), s.nbytes()) for s in storages}.values())
 
 
-def cuda_blocks() -> dict[int, int]:
+def _cuda_blocks() -> dict[int, int]:
     """Address -> bytes of the caching allocator's blocks, which may be larger than what is asked.
 
     Other allocators do not tell.

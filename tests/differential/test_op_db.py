@@ -14,6 +14,7 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 from tests.differential import op_db
+from tests.integration.helpers import RELEASE
 
 # Operators that plain ``aot_eager`` does not run either, and why: Dynamo compiles no graph.
 NOT_COMPILED = {
@@ -40,7 +41,6 @@ BREAKS_THE_GRAPH = {
 # fallback is on.
 BREAKS_THE_GRAPH_BEFORE = {"quantile": (2, 12), "nanquantile": (2, 12)}
 DRAWS_OTHERWISE_BEFORE = {"nn.functional.rrelu": (2, 13)}
-RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # (rtol, atol) where Inductor's decompositions round differently from eager PyTorch.
 LOOSER: dict[str, tuple[float, float]] = {}

@@ -24,6 +24,8 @@ Observed = dict[str, Any]
 Scenario = Callable[[Compile], Observed]
 
 SEED = 20211
+# Of PyTorch, as (2, 13).  Older ones do a few things otherwise.
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 UNBUDGETED = 1.0
 
 
