@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from dtrcompile.ledger import ledger_of, more_graphs_follow
 from dtrcompile.options import Options
@@ -20,7 +20,8 @@ from dtrcompile.passes.allocators import EXACT, allocator_of
 from dtrcompile.passes.capture import Captured, capture, output_arguments
 from dtrcompile.passes.costs import make_cost_model
 from dtrcompile.passes.errors import OptionError, VerificationError, format_bytes
-from dtrcompile.passes.executor import EagerExecutor
+from dtrcompile.passes.executor import EagerExecutor, Predicted
+from dtrcompile.passes.guards import noting_guards
 from dtrcompile.passes.inductor import (
     InductorModel,
     device_of,
@@ -44,7 +45,9 @@ from dtrcompile.passes.planners import make_planner
 from dtrcompile.passes.program import StorageKind
 from dtrcompile.passes.regions import inline_regions
 from dtrcompile.passes.repairs import repaired
+from dtrcompile.passes.replay import replay
 from dtrcompile.passes.schedule import Wrapper, copied_module, remembering_strides
+from dtrcompile.passes.sizes import Sizes, at_sizes
 from dtrcompile.passes.torch_private import (
     CompiledFxGraph,
     CustomPartitionerFn,
@@ -65,9 +68,12 @@ from dtrcompile.passes.torch_private import (
     tracing,
 )
 from dtrcompile.passes.wishes import tag_scopes
+from dtrcompile.planned import Assignment, Code, Planned
 from dtrcompile.report import CompileReport, add_report, next_graph_index
-from dtrcompile.shared_graph import Assignment, Code, Planned, SharedGraph
+from dtrcompile.shared_graph import SharedGraph
 from dtrcompile.source_hash import package_hash
+from dtrcompile.step_peak import StepPeak
+from dtrcompile.symbols import Symbols
 
 log = logging.getLogger("dtrcompile")
 
@@ -101,16 +107,45 @@ def dtr(
         options = {**(options or {}), "inductor": {"mode": mode, **inductor}}
     parsed = Options.parse(options)
     inline_regions(gm)
+    ledger = ledger_of(parsed)
+    symbols = Symbols.of_graph(gm)
+    step_peak = ledger.step_peaks.of(_parameters(gm))
+    source = _Source(gm, example_inputs, parsed, symbols, step_peak)
     return SharedGraph(
-        ledger_of(parsed), _Source(gm, example_inputs, parsed).compile, more_graphs_follow(gm)
+        ledger,
+        source.compile,
+        more_graphs_follow(gm),
+        graph=source.graph,
+        symbols=symbols,
+        step_peak=step_peak,
     )
+
+
+def _parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
+    """The user's own parameters that a Dynamo graph reads, inputs or attributes of it."""
+    found = list(gm.parameters())
+    for node in placeholders(gm):
+        argument = node.meta.get("grapharg")
+        example = None if argument is None else argument.example
+        if isinstance(example, nn.Parameter):
+            found.append(example)
+    return found
 
 
 class _Source:
     """A Dynamo graph, and what it takes to compile it, also a second time."""
 
-    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        symbols: Symbols,
+        step_peak: StepPeak,
+    ) -> None:
         self.options = options
+        self.symbols = symbols
+        self.step_peak = step_peak
         self.graph = next_graph_index()
         self.context = TracingContext.try_get()
         # The first compilation's; later ones use a copy, because compilation changes the graph,
@@ -118,19 +153,36 @@ class _Source:
         self.first: tuple[fx.GraphModule, Sequence[Any]] | None = (gm, example_inputs)
         self.again = copied_module(gm)
         self.ambient = _Ambient.now()
-        self.session: _Session | None = None
+        # The graph's plans by their numbers.
+        self.sessions: dict[int, _Session] = {}
 
     def compile(self, assignment: Assignment) -> Code:
         """Compile for an assignment."""
-        session = _Session(self.options, self.graph, assignment, may_guess=self.options.verify)
-        function = self._compile(session)
-        if session.guessed_wrong():
-            session = _Session(self.options, self.graph, assignment)
+        sizes = assignment.sizes
+        if sizes is None and self.symbols:
+            sizes = self.symbols.sizes(self.symbols.hints())
+
+        def session_of(may_guess: bool) -> _Session:
+            return _Session(
+                self.options,
+                self.graph,
+                replace(assignment, sizes=sizes),
+                self.step_peak,
+                may_guess=may_guess,
+            )
+
+        is_first = self.first is not None
+        shape_env = None if is_first or not self.symbols else _shape_env(self.context)
+        with noting_guards(shape_env) as guards:
+            session = session_of(self.options.verify)
             function = self._compile(session)
-        if self.session is not None:
-            self.session.is_replaced = True
-        self.session = session
-        return Code(function, session.planned, session.restore)
+            if session.guessed_wrong():
+                session = session_of(False)
+                function = self._compile(session)
+        if assignment.number in self.sessions:
+            self.sessions[assignment.number].is_replaced = True
+        self.sessions[assignment.number] = session
+        return Code(function, session.planned, session.restore, session.assignment, tuple(guards))
 
     def _compile(self, session: _Session) -> Callable[..., Any]:
         compiler = _compile_eager if self.options.compiler == "eager" else _compile_inductor
@@ -142,6 +194,11 @@ class _Source:
         inputs = [n.meta.get("example_value") for n in placeholders(gm)]
         with self.ambient.restored(), tracing(self.context):
             return compiler(gm, inputs, session)
+
+
+def _shape_env(context: TracingContext | None) -> Any:
+    mode = None if context is None else context.fake_mode
+    return None if mode is None else mode.shape_env
 
 
 @dataclass(frozen=True)
@@ -188,6 +245,7 @@ class _Session:
     options: Options
     graph: int
     assignment: Assignment
+    step_peak: StepPeak = field(default_factory=StepPeak)
     may_guess: bool = False
     capture_s: float = 0.0
     outcome: Outcome | None = None
@@ -209,8 +267,14 @@ class _Session:
 
     def terms(self, baseline: Measured) -> Terms:
         """What to keep to, where the default split holds ``baseline``."""
-        budget_bytes = self.options.resolve_budget_bytes(baseline.peak_bytes, self.available_bytes)
-        return self.assignment.terms(baseline, budget_bytes)
+        trains = baseline.backward_peak_bytes > 0
+        waits = self.step_peak.has_to_wait(self.options, trains=trains)
+        budget_bytes = self.step_peak.budget_bytes(
+            self.options, baseline.peak_bytes, self.available_bytes, trains=trains
+        )
+        return self.assignment.terms(
+            baseline, budget_bytes, waits=waits and self.assignment.budget_bytes is None
+        )
 
     def learn(self, baseline: Measured, *, is_guess: bool) -> None:
         """What was compiled on a guess is known now.
@@ -218,13 +282,18 @@ class _Session:
         Args:
             is_guess: backward's part of ``baseline`` still is.
         """
-        assert self.outcome is not None and self.outcome.budget_bytes is not None
+        assert self.outcome is not None
         rest, budget_bytes = self.outcome.rest, self.outcome.budget_bytes
         if self.options.is_whole_peak:
             budget_bytes = baseline.peak_bytes
-        self.is_over = baseline.peak_with(rest) > budget_bytes - rest.outside_bytes
+        self.is_over = (
+            budget_bytes is not None
+            and baseline.peak_with(rest) > budget_bytes - rest.outside_bytes
+        )
         if self.is_over:
             return  # forward is compiled again, backward is refused, as often as it is asked for
+        if not is_guess:
+            self.see(baseline)
         self.outcome = replace(
             self.outcome,
             baseline_measured=baseline,
@@ -232,6 +301,11 @@ class _Session:
             is_guess=is_guess,
         )
         _report(self)
+
+    def see(self, baseline: Measured) -> None:
+        """What the default split holds is known: a share of it may be other graphs' budget."""
+        if baseline.backward_peak_bytes and self.options.is_share:
+            self.step_peak.see(baseline.peak_bytes)
 
     def keep_graph(self, measured: Measured) -> None:
         """The smallest peak was asked for, and a backward that keeps the graph holds more."""
@@ -272,7 +346,25 @@ def _plan(
     num_fwd_outputs: int,
     static_input_indices: Iterable[int],
 ) -> Outcome:
-    """Capture, plan, emit and report."""
+    """Capture, plan, emit and report, at the sizes that the session is for."""
+    with at_sizes(session.assignment.sizes):
+        return _plan_here(
+            session,
+            forward,
+            backward,
+            num_fwd_outputs=num_fwd_outputs,
+            static_input_indices=static_input_indices,
+        )
+
+
+def _plan_here(
+    session: _Session,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule | None,
+    *,
+    num_fwd_outputs: int,
+    static_input_indices: Iterable[int],
+) -> Outcome:
     options = session.options
     is_inductor = options.compiler == "inductor"
     start = time.perf_counter()
@@ -300,6 +392,7 @@ def _plan(
         always_emit=not is_inductor,
     )
     if not outcome.is_guess:  # else when forward is compiled and known
+        session.see(outcome.baseline_measured)
         _report(session)
     return outcome
 
@@ -319,7 +412,7 @@ def _available_bytes(captured: Captured) -> int | None:
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
     cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    totals = constant_bytes(captured.program)
+    totals = constant_bytes(captured)
     held_bytes = totals[StorageKind.PARAMETER] + totals[StorageKind.INPUT]
     return int(free_bytes + cached_bytes + held_bytes)
 
@@ -332,6 +425,12 @@ def _report(session: _Session) -> None:
     captured = outcome.captured
     chosen = outcome.chosen
     guess = "ample budget: peaks are estimates until backward has run" if outcome.is_guess else ""
+    waits = ""
+    if session.step_peak.has_to_wait(options, trains=captured.backward is not None):
+        waits = (
+            f"{options.budget} is a share of a training step, and none was seen yet; until one is,"
+            " this graph runs without a budget. To bound it all the same, give bytes"
+        )
     unsplit = "" if captured.allocator.splits_all else _UNSPLIT
     plan, _, stats = outcome.baseline
     measured = outcome.baseline_measured
@@ -357,9 +456,18 @@ def _report(session: _Session) -> None:
             planning_s=session.capture_s + outcome.planning_s,
             lowering_s=outcome.lowering_s,
             outside_bytes=outcome.rest.outside_bytes,
-            notes=tuple(note for note in (session.assignment.note, guess, unsplit) if note),
+            notes=tuple(note for note in (session.assignment.note, waits, guess, unsplit) if note),
+            plan=session.assignment.number,
+            sizes=str(session.assignment.sizes or ""),
+            peak_formula=_formula_text(measured),
         )
     )
+
+
+def _formula_text(measured: Measured) -> str:
+    """The peak in the graph's symbols, "" where there are none."""
+    formulas = None if measured.by_sizes is None else measured.by_sizes.formulas
+    return "" if formulas is None else str(formulas)
 
 
 # --- Inductor -----------------------------------------------------------------------------------
@@ -488,12 +596,13 @@ def _check_final(
     backward_follows = captured.backward is not None and not is_backward
     if backward_follows and not outcome.is_guess:
         return
-    measured = schedule_of(
-        captured,
-        session.graphs,
-        session.wrappers[0],
-        (lambda _: session.wrappers[1]) if is_backward else None,
-    )
+    with at_sizes(session.assignment.sizes):
+        measured = schedule_of(
+            captured,
+            session.graphs,
+            session.wrappers[0],
+            (lambda _: session.wrappers[1]) if is_backward else None,
+        )
     if outcome.is_guess:
         if backward_follows:
             measured = measured.with_backward(outcome.baseline_measured)
@@ -605,15 +714,19 @@ def _executor(session: _Session, module: fx.GraphModule, phase: str) -> EagerExe
     elsewhere = constants - here
     if phase == "backward":
         elsewhere |= program.held_from_boundary - here
-    # The executor has no workspaces to count; the referee's entry less the operator's.
     steps = candidate.plan.steps
-    predicted = dict(enumerate(candidate.timeline.during_bytes))
     boundary = next((i for i, s in enumerate(steps) if isinstance(s, Boundary)), len(steps))
     is_backward = phase == "backward"
-    return EagerExecutor(
-        module,
-        phase=phase,
-        predicted_bytes={i: b for i, b in predicted.items() if (i > boundary) == is_backward},
-        elsewhere_bytes=sum(program.storages[s].size_bytes for s in elsewhere),
-        constants=frozenset(constants),
-    )
+
+    def predict(sizes: Sizes | None) -> Predicted:
+        """What the referee says at these sizes."""
+        with at_sizes(session.assignment.sizes if sizes is None else sizes):
+            sized = captured.resized()
+        plan = replace(candidate.plan, program=sized.fingerprint)
+        during = enumerate(replay(sized, plan)[0].during_bytes)
+        return Predicted(
+            {i: b for i, b in during if (i > boundary) == is_backward},
+            sum(sized.storages[s].size_bytes for s in elsewhere),
+        )
+
+    return EagerExecutor(module, phase=phase, predict=predict, constants=frozenset(constants))

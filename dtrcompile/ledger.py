@@ -32,7 +32,9 @@ from torch import fx, nn
 from dtrcompile.options import BudgetKind, Options
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.sharing import Rest
-from dtrcompile.shared_graph import Assignment, SharedGraph, is_small
+from dtrcompile.planned import Assignment, is_small
+from dtrcompile.shared_graph import SharedGraph
+from dtrcompile.step_peak import StepPeaks
 from dtrcompile.training_step import Call, Step
 
 _SEVERAL_GRAPHS = (
@@ -54,6 +56,7 @@ class Ledger:
         self.observing = False
         self.is_partial = False  # the step being observed had begun before
         self.surprises = 0
+        self.step_peaks = StepPeaks()
 
     # While the first step runs
 

@@ -278,6 +278,8 @@ class Options:
         verify: check the emitted graphs and Inductor's final schedule against the plan.
         several_graphs: the step is known to be more than one graph, so each saves as little as it
             can until all have been seen.  False: so do those that are known to be followed.
+        most_plans: how many plans a graph with symbolic sizes may have at once, each for other
+            sizes.
     """
 
     budget: Budget = _AUTO
@@ -290,6 +292,7 @@ class Options:
     inductor: FrozenMapping = ()
     verify: bool = True
     several_graphs: bool = False
+    most_plans: int = 4
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None = None) -> Options:
@@ -335,6 +338,11 @@ class Options:
             and budget.share == 1
             and not (reserve.share or reserve.size_bytes)
         )
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the budget, or the reserve, is a share of a training step's unbudgeted peak."""
+        return BudgetKind.SHARE in (self.budget.kind, self.reserve.kind)
 
     @property
     def inductor_mode(self) -> str | None:
@@ -434,6 +442,13 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
                 if not isinstance(value, bool):
                     raise OptionError(
                         f"option {name!r} must be True or False, not {_show(value)}"
+                        f" of type {type(value).__name__}."
+                    )
+                values[name] = value
+            case "most_plans":
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise OptionError(
+                        f"option {name!r} must be a whole number, 1 or more, not {_show(value)}"
                         f" of type {type(value).__name__}."
                     )
                 values[name] = value

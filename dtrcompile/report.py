@@ -48,6 +48,10 @@ class CompileReport:
         outside_bytes: what other graphs of the step hold beside this one; the budget is the whole
             step's, the peaks are this graph's.
         notes: what else the user should know.
+        plan: number of the plan among those of its graph, where sizes are symbolic.
+        sizes: the values of symbolic sizes that the plan was made for, such as ``"s0 = 512"``.
+        peak_formula: the promised peak in the graph's symbols, such as ``"1.2 MiB + 31.0 KiB·s0"``;
+            empty where sizes are fixed.
     """
 
     graph: int
@@ -69,6 +73,9 @@ class CompileReport:
     lowering_s: float = 0.0
     outside_bytes: int = 0
     notes: tuple[str, ...] = ()
+    plan: int = 0
+    sizes: str = ""
+    peak_formula: str = ""
 
     @property
     def recomputed_runs(self) -> int:
@@ -83,11 +90,14 @@ class CompileReport:
         return json.dumps(fields)
 
     def __str__(self) -> str:
-        rows = [
+        rows = [("planned for", self.sizes)] if self.sizes else []
+        rows += [
             ("budget", self._budget_text()),
             ("baseline peak", format_bytes(self.baseline_peak_bytes)),
             ("promised peak", self._share_text(self.promised_peak_bytes)),
         ]
+        if self.peak_formula:
+            rows.append(("at any sizes", self.peak_formula))
         rows += [
             (f"  {name}", format_bytes(size_bytes))
             for name, size_bytes in self.promised_split.items()
@@ -106,7 +116,10 @@ class CompileReport:
             rows.append(("schedule check", f"{self.lowering_s:.2f} s"))
         rows += [("note", note) for note in self.notes]
         width = max(len(name) for name, _ in rows)
-        lines = [f"dtrcompile graph {self.graph}: {self.kind}, {self.compiler}, {self.device}"]
+        plan = f", plan {self.plan}" if self.sizes else ""
+        lines = [
+            f"dtrcompile graph {self.graph}{plan}: {self.kind}, {self.compiler}, {self.device}"
+        ]
         lines += [f"  {name:<{width}}  {text}" for name, text in rows]
         return "\n".join(lines)
 
@@ -174,11 +187,18 @@ def next_graph_index() -> int:
 
 
 def add_report(report: CompileReport) -> None:
-    """Keep ``report`` for `reports`, in place of an earlier one of the same graph, and log it."""
+    """Keep ``report`` for `reports`, in place of an earlier one of the same plan, and log it."""
     with _store.lock:
-        earlier = [r.graph for r in _store.reports]
-        if report.graph in earlier:
-            _store.reports[earlier.index(report.graph)] = report
+        earlier = [(r.graph, r.plan) for r in _store.reports]
+        if (report.graph, report.plan) in earlier:
+            _store.reports[earlier.index((report.graph, report.plan))] = report
         else:
             _store.reports.append(report)
     logger.info("%s", report)
+
+
+def drop_report(graph: int, plan: int) -> None:
+    """Forget the report of a plan that is used no more."""
+    with _store.lock:
+        for report in [r for r in _store.reports if (r.graph, r.plan) == (graph, plan)]:
+            _store.reports.remove(report)

@@ -5,155 +5,24 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
 
-from dtrcompile.passes.allocators import Allocator
-from dtrcompile.passes.capture import Captured, output_arguments
+from dtrcompile.family import Family, Values
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.measured import Measured
-from dtrcompile.passes.pipeline import Outcome, Terms, placeholders
-from dtrcompile.passes.plan import Plan
-from dtrcompile.passes.program import Program, StorageKind
-from dtrcompile.passes.replay import PlanStats, replay
-from dtrcompile.passes.sharing import GraphBytes, Rest, without_rest
+from dtrcompile.passes.planners import make_planner
 from dtrcompile.passes.torch_private import top_saved_tensors_hooks
+from dtrcompile.planned import Assignment, Code, Planned
+from dtrcompile.report import drop_report
+from dtrcompile.step_peak import StepPeak
+from dtrcompile.symbols import Symbols
 
 if TYPE_CHECKING:
     from dtrcompile.ledger import Ledger
 
-# A graph that others follow keeps its default split in the first step if that takes no more than
-# this part of what is left, so that an ample budget costs no second compile.
-_SMALL = 1 / 8
-
 _SERIALS = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What a graph was told when it was last compiled.
-
-    Attributes:
-        budget_bytes: of the step, None: resolve the options' for this graph.
-        rest: the other graphs, as far as they are known.
-        more_follow: other graphs will run between this one's forward and backward, which ones is
-            not known yet.
-        is_share_of_unknown: the budget is a share of the whole step's peak, which is not known yet.
-        note: for the report.
-    """
-
-    budget_bytes: int | None = None
-    rest: Rest = field(default_factory=Rest)
-    more_follow: bool = False
-    is_share_of_unknown: bool = False
-    note: str = ""
-
-    def terms(self, measured: Measured, budget_bytes: int | None) -> Terms:
-        """The terms of a graph whose default split holds ``measured``.
-
-        Args:
-            budget_bytes: what the options come to for this graph; None for the smallest.
-        """
-        if self.budget_bytes is not None:
-            budget_bytes = self.budget_bytes
-        more_follow = self.more_follow and measured.backward_peak_bytes > 0  # else it saves nothing
-        if self.is_share_of_unknown:
-            return Terms(None, more_follow=more_follow)
-        own_bytes = measured.peak_bytes - _constants(measured)
-        if is_small(own_bytes, budget_bytes, self.rest.outside_bytes):
-            more_follow = False
-        return Terms(budget_bytes, self.rest, more_follow)
-
-
-def is_small(own_bytes: int, budget_bytes: int | None, outside_bytes: int) -> bool:
-    """Whether a graph need not be made smaller yet, though others follow."""
-    return budget_bytes is not None and own_bytes <= _SMALL * (budget_bytes - outside_bytes)
-
-
-def _constants(measured: Measured) -> int:
-    return measured.split.get("parameters", 0) + measured.split.get("inputs", 0)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What the ledger knows of a compiled graph."""
-
-    program: Program
-    assignment: Assignment
-    available_bytes: int | None
-    baseline: GraphBytes
-    chosen: GraphBytes
-    is_default: bool
-    saves_least: bool
-    allocator: Allocator
-
-    @staticmethod
-    def of(outcome: Outcome, assignment: Assignment, available_bytes: int | None) -> Planned:
-        """From what the compilation found."""
-        captured = outcome.captured
-        constant_bytes = captured.program.constant_bytes
-        gradient_bytes = _parameter_gradient_bytes(captured)
-        return Planned(
-            captured.program,
-            assignment,
-            available_bytes,
-            outcome.baseline_measured.graph_bytes(constant_bytes, gradient_bytes),
-            outcome.measured.graph_bytes(constant_bytes, gradient_bytes),
-            outcome.chosen is None,
-            outcome.saves_least,
-            captured.allocator,
-        )
-
-    def stats_of(self, plan: Plan) -> PlanStats:
-        """Of another plan, made of the program with the rest of a step."""
-        return replay(self.program, without_rest(plan, self.program))[1]
-
-    def planned_bytes(self, stats: PlanStats) -> GraphBytes:
-        """What a plan holds."""
-        return GraphBytes(
-            self.program.constant_bytes,
-            stats.forward_peak_bytes,
-            stats.backward_peak_bytes,
-            stats.boundary_bytes,
-            self.chosen.gradient_bytes,
-        )
-
-
-def _parameter_gradient_bytes(captured: Captured) -> int:
-    """Bytes of the gradients that stay after backward: those of parameters."""
-    if captured.backward is None:
-        return 0
-    program = captured.program
-    # Backward returns one gradient for each input of forward.
-    storages = {
-        captured.storage_of.get(captured.owner(gradient))
-        for primal, gradient in zip(
-            placeholders(captured.forward), output_arguments(captured.backward), strict=False
-        )
-        if isinstance(gradient, fx.Node)
-        and (s := captured.storage_of.get(primal)) is not None
-        and program.storages[s].kind is StorageKind.PARAMETER
-    }
-    return sum(program.storages[s].size_bytes for s in storages if s is not None)
-
-
-@dataclass(frozen=True)
-class Code:
-    """A compiled graph.
-
-    Attributes:
-        function: to call.
-        what_is_known: tells what is known of it: more when its backward was compiled too.
-        restore: makes its report the graph's again, after what was compiled since.
-    """
-
-    function: Callable[..., Any]
-    what_is_known: Callable[[], Planned | None]
-    restore: Callable[[], None]
-
 
 Compile = Callable[[Assignment], Code]
 
@@ -161,21 +30,46 @@ Compile = Callable[[Assignment], Code]
 class SharedGraph:
     """The callable that Dynamo runs: a compiled graph that can be compiled again."""
 
-    def __init__(self, ledger: Ledger, compile_with: Compile, more_follow: bool) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        compile_with: Compile,
+        more_follow: bool,
+        *,
+        graph: int,
+        symbols: Symbols,
+        step_peak: StepPeak,
+    ) -> None:
         self.ledger = ledger
         self.serial = next(_SERIALS)
         self.compile_with = compile_with
+        self.symbols = symbols
+        self.code: Code
+        # The unbudgeted peak of the training step that the code was chosen for.
+        self.decided_with = 0
+        # The values of the symbols in the present call, or the last.
+        self.values: Values = symbols.hints()
+        self.step_peak = step_peak
+        options = ledger.options
+        self.family = Family(
+            symbols,
+            self._compile_for,
+            self.own_bytes,
+            lambda number: drop_report(graph, number),
+            make_planner(options.planner, **options.planner_options()),
+            options.most_plans,
+        )
         # Autograd nodes of calls whose backward may be still to come -> what these calls ran with;
         # None for those that hold nothing, because hooks took what they saved.
         self.waiting: dict[weakref.ref[Any], Planned | None] = {}
         # Of the step that this graph is one of: it must not run over its budget later on.
         self.refusal: InfeasibleBudgetError | None = None
-        assignment = ledger.first_assignment(more_follow or ledger.options.several_graphs)
+        self.assignment = ledger.first_assignment(more_follow or options.several_graphs)
         # Calls, by graph, that the plan knows to wait for their backward when this graph is called.
         self.foreseen = ledger.holding_calls()
         try:
             with ledger.advising():
-                self.code = compile_with(assignment)
+                self.use(compile_with(self.assignment))
         except BaseException:
             ledger.abandon_step()
             raise
@@ -183,14 +77,60 @@ class SharedGraph:
 
     @property
     def planned(self) -> Planned | None:
-        """What is known of the compiled graph; None where there was nothing to plan."""
-        return self.code.what_is_known()
+        """What is known of the compiled graph, at the sizes of its last call; None where there was
+        nothing to plan."""
+        if not self.symbols:
+            return self.code.what_is_known()
+        return self.code.at(self.symbols.sizes(self.values))
+
+    def own_bytes(self, planned: Planned) -> int | None:
+        """What the graph may hold of the budget, at the sizes of ``planned``; None for the least
+        that can be."""
+        assignment = self.assignment
+        budget_bytes = assignment.budget_bytes
+        if budget_bytes is None:
+            budget_bytes = self.step_peak.budget_bytes(
+                self.ledger.options,
+                planned.baseline.peak_bytes,
+                planned.available_bytes,
+                trains=planned.trains,
+            )
+        return None if budget_bytes is None else budget_bytes - assignment.rest.outside_bytes
+
+    def _compile_for(self, values: Values, number: int) -> Code:
+        sizes = self.symbols.sizes(values)
+        return self.compile_with(replace(self.assignment, sizes=sizes, number=number))
+
+    def _choose(self, values: Values) -> None:
+        """Take the code that suits a call of these sizes; plan and compile it where there is none.
+
+        Raises:
+            InfeasibleBudgetError: if no plan holds the budget at these sizes.
+        """
+        options = self.ledger.options
+        if options.is_share and self.symbols:
+            at_call = self.code.at(self.symbols.sizes(values))
+            if at_call is not None and at_call.trains:
+                self.step_peak.see(at_call.baseline.peak_bytes)
+        if self.decided_with != self.step_peak.size_bytes:
+            self.decided_with = self.step_peak.size_bytes
+            self.family.reconsider()
+        if not (options.is_whole_peak or self.assignment.is_provisional):
+            self.code = self.family.choose(values)
+        self.values = values
 
     def __call__(self, *args: Any) -> Any:
         ledger = self.ledger
         before = ledger.before_call(self)
         if self.refusal is not None:
             raise self.refusal
+        values = self.symbols.values(args)
+        if (
+            values != self.values
+            or self.family.loss
+            or self.decided_with != self.step_peak.size_bytes
+        ):
+            self._choose(values)
         # A checkpointed region, or what is saved elsewhere.
         is_hooked = top_saved_tensors_hooks(True) is not None
         result = self.code.function(*args)
@@ -211,11 +151,17 @@ class SharedGraph:
         Raises:
             InfeasibleBudgetError: then the old code stays.
         """
-        self.code = self.compile_with(assignment)
+        assignment = replace(assignment, sizes=self.code.sizes)
+        if self.symbols:
+            assignment = replace(assignment, sizes=self.symbols.sizes(self.values))
+        self.use(self.compile_with(assignment))
 
     def use(self, code: Code) -> None:
-        """Go back to what it was compiled to earlier."""
+        """Run this from the next call on, whatever was compiled before or since."""
         self.code = code
+        self.assignment = replace(code.assignment, sizes=None, number=0)
+        self.decided_with = self.step_peak.size_bytes
+        self.family.restart(code)
         code.restore()
 
     def waits(self) -> bool:

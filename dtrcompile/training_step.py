@@ -27,7 +27,8 @@ from dtrcompile.passes.sharing import (
     with_rest,
 )
 from dtrcompile.passes.torch_private import FakeTensor
-from dtrcompile.shared_graph import Assignment, Planned, SharedGraph
+from dtrcompile.planned import Assignment, Planned
+from dtrcompile.shared_graph import SharedGraph
 
 log = logging.getLogger("dtrcompile")
 

@@ -24,10 +24,13 @@ carries it as ``meta["dtr_output"]``.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -39,13 +42,16 @@ from dtrcompile.passes.nodes import (
     Role,
     draws_random_numbers,
     extent_bytes,
+    extent_expression,
     has_unbacked_size,
+    hint,
     is_mutating,
     is_sequence,
     is_tensor,
     mutated_arguments,
     numel,
     owned_bytes,
+    owned_expression,
     packet,
     role,
     storage_key,
@@ -61,6 +67,7 @@ from dtrcompile.passes.program import (
     StorageKind,
     Tensor,
 )
+from dtrcompile.passes.sizes import Sizes
 from dtrcompile.passes.torch_private import InputMutationAOTOutput
 
 
@@ -131,6 +138,80 @@ class Captured:
             draws=[draws[o] for o in order],
             name=self.program.name,
         )
+
+    def storage_bytes(self) -> tuple[int, ...]:
+        """Of each storage, at the sizes that count here (`sizes.at_sizes`)."""
+        sharing: dict[int, list[fx.Node]] = {}
+        for node, s in self.storage_of.items():
+            sharing.setdefault(s, []).append(node)
+        return tuple(
+            self.allocator.block_bytes(
+                _constant_bytes(sharing[storage.id])
+                if storage.is_constant
+                else _owned_bytes(self.storage_nodes[storage.id], self.same_value)
+            )
+            for storage in self.program.storages
+        )
+
+    def storage_expressions(self) -> tuple[sympy.Expr, ...]:
+        """Of each storage its size in the graph's symbols, before the allocator rounds it up."""
+        sharing = Counter(self.storage_of.values())
+        found: list[sympy.Expr] = []
+        for storage, size_bytes in zip(self.program.storages, self.storage_bytes(), strict=True):
+            node = self.storage_nodes[storage.id]
+            if not storage.is_constant:
+                found.append(_owned_expression(node, self.same_value))
+            elif sharing[storage.id] == 1:
+                found.append(extent_expression(_tensor(node)))
+            else:
+                found.append(sympy.Integer(size_bytes))  # views of parameters
+        return tuple(found)
+
+    def workspace_expressions(self) -> dict[int, sympy.Expr]:
+        """Operator -> what it holds only while it runs, as the program counts it."""
+        found = {o: _unread_output_expression(c) for o, c in enumerate(self.operators)}
+        return {o: size for o, size in found.items() if size != 0}
+
+    @functools.cached_property
+    def symbols(self) -> dict[sympy.Symbol, torch.SymInt]:
+        """The symbols among the sizes of the graphs' inputs."""
+        graphs = [self.forward] if self.backward is None else [self.forward, self.backward]
+        found: dict[sympy.Symbol, torch.SymInt] = {}
+        for node in (n for graph in graphs for n in graph.graph.nodes if n.op == "placeholder"):
+            val = value(node)
+            for size in val.shape if isinstance(val, torch.Tensor) else (val,):
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    found.setdefault(size.node.expr, size)
+        return found
+
+    @property
+    def hints(self) -> Sizes:
+        """The values of `symbols` while the graphs were traced."""
+        return Sizes.of({symbol: int(size.node.hint) for symbol, size in self.symbols.items()})
+
+    @property
+    def least_sizes(self) -> dict[sympy.Symbol, int]:
+        """The smallest value that each of `symbols` may have."""
+        lowers = {
+            symbol: size.node.shape_env.var_to_range[symbol].lower
+            for symbol, size in self.symbols.items()
+        }
+        return {s: int(low) if isinstance(low, sympy.Integer) else 0 for s, low in lowers.items()}
+
+    def resized(self) -> Program:
+        """The same program at the sizes that count here (`sizes.at_sizes`)."""
+        program = self.program
+        sized = zip(program.storages, self.storage_bytes(), strict=True)
+        operators = tuple(
+            replace(
+                op,
+                cost_ns=_cost_ns(self.cost_model, captured, op.inputs, self.storage_nodes),
+                workspace_bytes=_unread_output_bytes(captured),
+            )
+            for op, captured in zip(program.operators, self.operators, strict=True)
+        )
+        storages = tuple(replace(storage, size_bytes=size_bytes) for storage, size_bytes in sized)
+        return replace(program, storages=storages, operators=operators)
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The node that makes the value: through a backward placeholder to the forward."""
@@ -591,16 +672,7 @@ class _Capture:
         ]
 
     def _owned_bytes(self, node: fx.Node) -> int:
-        """Bytes of the storage that ``node`` owns."""
-        val = value(node)
-        assert isinstance(val, torch.Tensor)
-        own = storage_key(val)
-        for n in self.inputs_of(node):
-            source = value(n)
-            if isinstance(source, torch.Tensor) and storage_key(source) == own:
-                # The trace let an operator return its argument's storage; a run may not.
-                return extent_bytes(val)
-        return owned_bytes(val)
+        return _owned_bytes(node, self.same_value)
 
     # --- the program --------------------------------------------------------------------------
 
@@ -613,15 +685,13 @@ class _Capture:
         tensors: list[Tensor] = []
         storage_nodes: list[fx.Node] = []
         storage_of: dict[fx.Node, int] = {}
-        shared: dict[object, int] = {}
+        shared: dict[object, tuple[int, list[fx.Node]]] = {}
         returned = {self.owner(n) for n in self.user_outputs}
         gradients = {self.owner(n) for n in self.gradients}
 
         def add(node: fx.Node, kind: StorageKind, producer: int | None) -> int:
             storage_of[node] = len(storages)
-            val = value(node)
-            assert isinstance(val, torch.Tensor)
-            size_bytes = extent_bytes(val) if producer is None else self._owned_bytes(node)
+            size_bytes = _constant_bytes([node]) if producer is None else self._owned_bytes(node)
             storages.append(Storage(len(storages), node.name, size_bytes, kind))
             tensors.append(Tensor(len(tensors), node.name, storage_of[node], producer))
             storage_nodes.append(node)
@@ -632,15 +702,13 @@ class _Capture:
             assert isinstance(val, torch.Tensor)
             key = storage_key(val)
             if key in shared:  # two inputs that are views of one storage
-                s = storages[shared[key]]
-                size_bytes = min(
-                    s.size_bytes + extent_bytes(val),
-                    max(int(val.untyped_storage().nbytes()), s.size_bytes),
-                )
+                s = storages[shared[key][0]]
+                shared[key][1].append(node)
+                size_bytes = _constant_bytes(shared[key][1])
                 storages[s.id] = Storage(s.id, s.name, size_bytes, s.kind)
                 storage_of[node] = s.id
                 continue
-            shared[key] = add(node, kind, None)
+            shared[key] = add(node, kind, None), [node]
 
         # A constant that the graph writes into (a running statistic, a mutated input) is not the
         # same value afterwards: what reads it directly may run only once.
@@ -712,11 +780,7 @@ class _Capture:
                     # read through its first: tensor ids are storage ids.
                     inputs=tuple(inputs),
                     outputs=tuple(outputs),
-                    cost_ns=self.cost_model.cost_ns(
-                        [n for n in cap.nodes if self.roles[n] in (Role.FUSED, Role.KERNEL)],
-                        [storage_nodes[s] for s in inputs],
-                        list(cap.outputs),
-                    ),
+                    cost_ns=_cost_ns(self.cost_model, cap, inputs, storage_nodes),
                     workspace_bytes=_unread_output_bytes(cap),
                     not_recomputable=reason,
                 )
@@ -751,20 +815,81 @@ class _Capture:
         )
 
 
+def _constant_bytes(nodes: Sequence[fx.Node]) -> int:
+    """Bytes of a storage from outside, of which these nodes are views."""
+    size_bytes = 0
+    for i, node in enumerate(nodes):
+        val = value(node)
+        assert isinstance(val, torch.Tensor)
+        if i == 0:
+            size_bytes = extent_bytes(val)
+        else:
+            whole_bytes = max(hint(val.untyped_storage().nbytes()), size_bytes)
+            size_bytes = min(size_bytes + extent_bytes(val), whole_bytes)
+    return size_bytes
+
+
+def _owned_bytes(node: fx.Node, same_value: Mapping[fx.Node, fx.Node]) -> int:
+    """Bytes of the storage that ``node`` owns."""
+    val = value(node)
+    assert isinstance(val, torch.Tensor)
+    own = storage_key(val)
+    for n in node.all_input_nodes:
+        source = value(same_value.get(n, n))
+        if isinstance(source, torch.Tensor) and storage_key(source) == own:
+            # The trace let an operator return its argument's storage; a run may not.
+            return extent_bytes(val)
+    return owned_bytes(val)
+
+
+def _owned_expression(node: fx.Node, same_value: Mapping[fx.Node, fx.Node]) -> sympy.Expr:
+    """As `_owned_bytes`, in the graph's symbols."""
+    val = _tensor(node)
+    own = storage_key(val)
+    sources = (value(same_value.get(n, n)) for n in node.all_input_nodes)
+    is_shared = any(isinstance(s, torch.Tensor) and storage_key(s) == own for s in sources)
+    return extent_expression(val) if is_shared else owned_expression(val)
+
+
+def _unread_output_expression(captured: CapturedOperator) -> sympy.Expr:
+    """As `_unread_output_bytes`, in the graph's symbols."""
+    return sum((extent_expression(v) for v in _unread_outputs(captured)), sympy.Integer(0))
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    val = value(node)
+    assert isinstance(val, torch.Tensor)
+    return val
+
+
+def _cost_ns(
+    cost_model: CostModel,
+    captured: CapturedOperator,
+    inputs: Iterable[int],
+    storage_nodes: Sequence[fx.Node],
+) -> int:
+    """What an operator costs; ``inputs`` are the storages that it reads."""
+    return cost_model.cost_ns(
+        [n for n in captured.nodes if role(n) in (Role.FUSED, Role.KERNEL)],
+        [storage_nodes[s] for s in inputs],
+        list(captured.outputs),
+    )
+
+
 def _unread_output_bytes(captured: CapturedOperator) -> int:
+    return sum(map(extent_bytes, _unread_outputs(captured)))
+
+
+def _unread_outputs(captured: CapturedOperator) -> list[torch.Tensor]:
     """Outputs of a multi-output kernel that nothing reads: allocated, then dropped at once."""
     kernel = next((n for n in captured.nodes if is_sequence(n) and role(n) is Role.KERNEL), None)
     if kernel is None:
-        return 0
+        return []
     read = {n.args[1] for n in captured.outputs}
     elements = value(kernel)
     if not isinstance(elements, (tuple, list)):
-        return 0
-    return sum(
-        extent_bytes(v)
-        for i, v in enumerate(elements)
-        if isinstance(v, torch.Tensor) and i not in read
-    )
+        return []
+    return [v for i, v in enumerate(elements) if isinstance(v, torch.Tensor) and i not in read]
 
 
 def _val(argument: object) -> object:

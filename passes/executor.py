@@ -14,13 +14,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from dtrcompile.passes.emit import free
 from dtrcompile.passes.errors import VerificationError
-from dtrcompile.passes.nodes import Role, extent_bytes, hint, is_sequence, role
+from dtrcompile.passes.nodes import Role, extent_bytes, is_sequence, role
+from dtrcompile.passes.sizes import Sizes, at_sizes
 from dtrcompile.passes.torch_private import below_views
 from dtrcompile.passes.workspaces import without_unasked
 
@@ -35,8 +38,8 @@ class ExecutorRecord:
         phase: "forward", "backward" or "inference".
         steps: indices of the plan's steps at which bytes were counted.
         counted_bytes, predicted_bytes: one entry a step, equal where all is well.
-        at_hint: whether the inputs have the sizes that were planned for; a graph with symbolic
-            sizes also runs at others, where the prediction does not hold.
+        is_sized: whether the graph's symbolic sizes, if any, can be told from its inputs; without
+            them there is no prediction for this run.
         mistraced: operators of the graph whose fake kernel reports another size than the real one
             allocates; where there is one, counted and predicted may differ by what it is off.
     """
@@ -45,8 +48,22 @@ class ExecutorRecord:
     steps: tuple[int, ...]
     counted_bytes: tuple[int, ...]
     predicted_bytes: tuple[int, ...]
-    at_hint: bool = True
+    is_sized: bool = True
     mistraced: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the referee says of one graph's run.
+
+    Attributes:
+        during_bytes: plan step -> bytes held during it, workspace included.
+        elsewhere_bytes: bytes of the program's storages that are resident throughout but are no
+            input of this graph (inputs that only the other graph takes, forward's outputs).
+    """
+
+    during_bytes: Mapping[int, int]
+    elsewhere_bytes: int
 
 
 @dataclass
@@ -112,9 +129,7 @@ class EagerExecutor:
     Args:
         gm: an emitted graph, frees included.
         phase: for the records.
-        predicted_bytes: plan step -> bytes held during it, from the referee, workspace included.
-        elsewhere_bytes: bytes of the program's storages that are resident throughout but are no
-            input of this graph (inputs that only the other graph takes, forward's outputs).
+        predict: what is to be expected at the values of the graph's symbols; None: at the hints.
         constants: storage ids of constants, counted by extent as the program does.
     """
 
@@ -123,18 +138,18 @@ class EagerExecutor:
         gm: fx.GraphModule,
         *,
         phase: str,
-        predicted_bytes: Mapping[int, int],
-        elsewhere_bytes: int,
+        predict: Callable[[Sizes | None], Predicted],
         constants: frozenset[int],
     ) -> None:
         # AOTAutograd's mark for "takes a list"; on the instance, where functools.wraps finds it.
         self._boxed_call = True
         self.gm = gm
         self.phase = phase
-        self.predicted_bytes = dict(predicted_bytes)
-        self.elsewhere_bytes = elsewhere_bytes
+        self.predict = predict
+        self.predicted: dict[Sizes | None, Predicted] = {}
         self.constants = constants
         self.nodes = list(gm.graph.nodes)
+        self.symbols = _symbols(self.nodes)
         self.dies_at = self._last_uses()
         self.mistraced = tuple(n.name for n in self.nodes if _is_mistraced(n))
 
@@ -153,6 +168,10 @@ class EagerExecutor:
 
     def __call__(self, args: list[object]) -> tuple[object, ...]:
         env: dict[fx.Node, object] = {}
+        sizes = self._sizes(args)
+        if sizes not in self.predicted:
+            self.predicted[sizes] = self.predict(sizes)
+        predicted = self.predicted[sizes]
         inputs = iter(list(args))
         args.clear()
         owners: dict[fx.Node, torch.Tensor] = {}
@@ -160,7 +179,6 @@ class EagerExecutor:
         steps: list[int] = []
         counted: list[int] = []
         result: tuple[object, ...] = ()
-        at_hint = True
         for node in self.nodes:
             if node.op == "get_attr":
                 env[node] = _attribute(self.gm, str(node.target))
@@ -169,7 +187,6 @@ class EagerExecutor:
         for index, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 env[node] = next(inputs)
-                at_hint = at_hint and _has_hinted_size(node, env[node])
             elif node.op == "get_attr":
                 pass
             elif node.op == "output":
@@ -195,7 +212,7 @@ class EagerExecutor:
             if ends_step and step is not None and node.op == "call_function":
                 if node.target is not free:
                     steps.append(step)
-                    counted.append(self._count(owners, tuples))
+                    counted.append(predicted.elsewhere_bytes + self._count(owners, tuples, sizes))
                 tuples.clear()
             for dead in self.dies_at[index]:
                 env.pop(dead, None)
@@ -204,8 +221,8 @@ class EagerExecutor:
                 self.phase,
                 tuple(steps),
                 tuple(counted),
-                tuple(self.predicted_bytes[s] for s in steps),
-                at_hint,
+                tuple(predicted.during_bytes[s] for s in steps),
+                self.symbols is not None,
                 self.mistraced,
             )
         )
@@ -223,17 +240,32 @@ class EagerExecutor:
         with torch.no_grad(), below_views():
             return without_unasked(function(*args, **kwargs), node.meta.get("val"))  # type: ignore[misc]
 
+    def _sizes(self, args: Sequence[Any]) -> Sizes | None:
+        """The values of the graph's symbols in this run; None where it has none."""
+        if not self.symbols:
+            return None
+        return Sizes.of(
+            {
+                symbol: int(args[i] if dimension is None else args[i].shape[dimension])
+                for symbol, (i, dimension) in self.symbols.items()
+            }
+        )
+
     def _count(
-        self, owners: Mapping[fx.Node, torch.Tensor], tuples: Mapping[fx.Node, object]
+        self,
+        owners: Mapping[fx.Node, torch.Tensor],
+        tuples: Mapping[fx.Node, object],
+        sizes: Sizes | None,
     ) -> int:
-        total = self.elsewhere_bytes
+        total = 0
         seen: set[object] = set()
         constants: set[int] = set()
         for node, tensor in owners.items():
             s = node.meta["dtr_storage"]
             if s in self.constants:
                 if s not in constants:
-                    total += self.constant_bytes(node, tensor)
+                    with at_sizes(sizes):
+                        total += self.constant_bytes(node, tensor)
                 constants.add(s)
                 seen.add(_identity(tensor))
         for tensor in owners.values():
@@ -254,11 +286,20 @@ class EagerExecutor:
         return extent_bytes(tensor) if size_bytes is None else size_bytes
 
 
-def _has_hinted_size(node: fx.Node, given: object) -> bool:
-    expected = node.meta.get("val")
-    if not isinstance(given, torch.Tensor) or not isinstance(expected, torch.Tensor):
-        return True
-    return list(given.shape) == [hint(size) for size in expected.shape]
+def _symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, tuple[int, int | None]] | None:
+    """Symbol -> the input that tells its value, and the dimension of it, if it is a tensor; None
+    where some symbol is told by no input."""
+    found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    used: set[sympy.Symbol] = set()
+    for i, node in enumerate(n for n in nodes if n.op == "placeholder"):
+        val = node.meta.get("val")
+        is_tensor = isinstance(val, torch.Tensor)
+        for dimension, size in enumerate(val.shape if is_tensor else (val,)):
+            if isinstance(size, torch.SymInt):
+                used |= size.node.expr.free_symbols
+                if isinstance(size.node.expr, sympy.Symbol):
+                    found.setdefault(size.node.expr, (i, dimension if is_tensor else None))
+    return found if used <= found.keys() else None
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -7,8 +7,12 @@ measured and when they are compiled; the default split's graphs get Inductor's d
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,10 +23,13 @@ from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.capture import Captured, output_arguments
 from dtrcompile.passes.emit import Emitted, lower_frees
+from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.fusion import keep_plan_order
+from dtrcompile.passes.guards import noting_guards
 from dtrcompile.passes.layouts import can_use_room
-from dtrcompile.passes.measured import Measured
+from dtrcompile.passes.measured import Measured, SizeModel
 from dtrcompile.passes.nodes import Role, hint, role, value
+from dtrcompile.passes.peak_formula import StepFormulas, Term
 from dtrcompile.passes.pipeline import (
     MemoryModel,
     RefereeModel,
@@ -32,6 +39,8 @@ from dtrcompile.passes.pipeline import (
 from dtrcompile.passes.program import StorageKind
 from dtrcompile.passes.replay import PlanStats
 from dtrcompile.passes.schedule import Ledger, Resident, Wrapper, lower, replay_schedule
+from dtrcompile.passes.schedule_formula import FormulaLedger
+from dtrcompile.passes.sizes import Sizes, at_sizes, present_sizes
 from dtrcompile.passes.torch_private import (
     FakeTensor,
     InputMutationAOTOutput,
@@ -44,6 +53,8 @@ from dtrcompile.passes.torch_private import (
     inductor_config,
 )
 from dtrcompile.passes.workspaces import workspace_bytes
+
+log = logging.getLogger("dtrcompile")
 
 # Outputs that AOTAutograd adds to the user's; their strides are its own business.
 _NOT_FROM_THE_USER = (InputMutationAOTOutput, IntermediateBaseAOTOutput)
@@ -71,12 +82,17 @@ def is_planned(gm: fx.GraphModule) -> bool:
 
 
 def resident_bytes(captured: Captured) -> Resident:
-    """What is there before the graphs run."""
-    totals = constant_bytes(captured.program)
+    """What is there before the graphs run, at the sizes that count here."""
+    totals = constant_bytes(captured)
     input_bytes = totals[StorageKind.INPUT]
-    if inductor_config.triton.cudagraphs and device_of(captured).type == "cuda":
-        input_bytes *= 2  # a CUDA graph reads copies, at addresses that never change
+    if cuda_graphs_copy_inputs(captured):
+        input_bytes *= 2
     return Resident(totals[StorageKind.PARAMETER], input_bytes, totals[StorageKind.TANGENT])
+
+
+def cuda_graphs_copy_inputs(captured: Captured) -> bool:
+    """Whether a CUDA graph reads copies of its inputs, at addresses that never change."""
+    return bool(inductor_config.triton.cudagraphs) and device_of(captured).type == "cuda"
 
 
 def schedule_of(
@@ -98,22 +114,35 @@ def schedule_of(
             allocator=captured.allocator,
             condition=condition,
         )
-        measured = replay_schedule(
-            ledger,
-            forward,
-            backward,
-            forward_placeholders=placeholders(graphs[0]),
-            backward_placeholders=placeholders(graphs[1]) if len(graphs) > 1 else [],
-            num_fwd_outputs=captured.num_fwd_outputs,
-            tangent_of=_tangent_of(graphs, captured.num_fwd_outputs),
-            resident=resident,
-        )
+        measured = _replay_with(ledger, captured, graphs, forward, backward, resident)
         return measured, ledger.has_conditions
 
     measured, has_conditions = replayed(True)
     if has_conditions:
         measured = max(measured, replayed(False)[0], key=lambda m: m.peak_bytes)
     return measured
+
+
+def _replay_with(
+    ledger: Ledger,
+    captured: Captured,
+    graphs: Sequence[fx.GraphModule],
+    forward: Wrapper,
+    backward: Callable[[Sequence[object]], Wrapper] | None,
+    resident: Resident,
+    shape_env: Any | None = None,
+) -> Measured:
+    return replay_schedule(
+        ledger,
+        forward,
+        backward,
+        forward_placeholders=placeholders(graphs[0]),
+        backward_placeholders=placeholders(graphs[1]) if len(graphs) > 1 else [],
+        num_fwd_outputs=captured.num_fwd_outputs,
+        tangent_of=_tangent_of(graphs, captured.num_fwd_outputs),
+        resident=resident,
+        shape_env=shape_env,
+    )
 
 
 def _tangent_of(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> dict[int, int]:
@@ -199,6 +228,17 @@ class InductorModel(MemoryModel):
             return self._schedule(captured, graphs)
 
     def _schedule(self, captured: Captured, graphs: Sequence[fx.GraphModule]) -> Measured:
+        sizes = present_sizes()
+        # Inductor lowers with the hints, whatever the sizes that are planned for.
+        with at_sizes(None):
+            by_sizes, measured = self._lowered(captured, graphs)
+        if sizes is not None:
+            measured = by_sizes.replayed(sizes)
+        return replace(measured, by_sizes=by_sizes)
+
+    def _lowered(
+        self, captured: Captured, graphs: Sequence[fx.GraphModule]
+    ) -> tuple[ScheduleSizeModel, Measured]:
         is_inference = captured.backward is None
         _mark_user_visible(graphs[0], captured.num_fwd_outputs, False, is_inference)
         forward = lower(
@@ -209,24 +249,118 @@ class InductorModel(MemoryModel):
             is_inference=is_inference,
         )
         if is_inference:
-            return schedule_of(captured, graphs, forward, None)
+            by_sizes = ScheduleSizeModel(captured, tuple(graphs), forward, None)
+            return by_sizes, schedule_of(captured, graphs, forward, None)
         backward = graphs[1]
         _mark_user_visible(backward, captured.num_fwd_outputs, True, False)
+        lowered: list[Wrapper] = []
 
         def lower_backward(from_forward: Sequence[object]) -> Wrapper:
             inputs = [value(n) for n in placeholders(backward)]
             for i, received in enumerate(from_forward):
                 inputs[i] = _restrided(inputs[i], received)
             with _donating(_donated(graphs, captured.num_fwd_outputs)):
-                return lower(
-                    backward,
-                    inputs,
-                    static_input_indices=tuple(range(count_tangents(backward))),
-                    is_backward=True,
-                    is_inference=False,
-                )
+                lowered[:] = [
+                    lower(
+                        backward,
+                        inputs,
+                        static_input_indices=tuple(range(count_tangents(backward))),
+                        is_backward=True,
+                        is_inference=False,
+                    )
+                ]
+                return lowered[0]
 
-        return schedule_of(captured, graphs, forward, lower_backward)
+        measured = schedule_of(captured, graphs, forward, lower_backward)
+        return ScheduleSizeModel(captured, tuple(graphs), forward, lowered[0]), measured
+
+
+@dataclass(frozen=True)
+class ScheduleSizeModel(SizeModel):
+    """Of the wrappers that Inductor wrote, which compute their sizes themselves.
+
+    Attributes:
+        graphs: what the wrappers were made from.
+        backward: None for inference.
+    """
+
+    captured: Captured
+    graphs: tuple[fx.GraphModule, ...]
+    forward: Wrapper
+    backward: Wrapper | None
+
+    def at(self, sizes: Sizes) -> Measured:
+        formulas = self.formulas
+        if formulas is None or not formulas.hold_at(sizes):
+            return self.replayed(sizes)
+        return replace(formulas.at(sizes), by_sizes=self)
+
+    def replayed(self, sizes: Sizes | None) -> Measured:
+        """The same from a run at these sizes; None: at the hints."""
+        backward = self.backward
+        with at_sizes(sizes):
+            measured = schedule_of(
+                self.captured,
+                self.graphs,
+                self.forward,
+                None if backward is None else lambda _: backward,
+            )
+        return replace(measured, by_sizes=self)
+
+    @functools.cached_property
+    def formulas(self) -> StepFormulas | None:
+        """What is held, in the graphs' symbols; None where it cannot be written so."""
+        start = time.perf_counter()
+        symbols = self.captured.symbols
+        if not symbols:
+            return None
+        backward, captured = self.backward, self.captured
+        shape_env = next(iter(symbols.values())).node.shape_env
+        with at_sizes(None), noting_guards(shape_env) as guards:
+            resident = resident_bytes(captured)
+            constants = _constant_terms(captured)
+            ledger = FormulaLedger(
+                base_bytes=resident.parameters + resident.inputs,
+                allocator=captured.allocator,
+                base=constants[StorageKind.PARAMETER] + constants[StorageKind.INPUT],
+                tangents=constants[StorageKind.TANGENT],
+            )
+            try:
+                _replay_with(
+                    ledger,
+                    captured,
+                    self.graphs,
+                    self.forward,
+                    None if backward is None else lambda _: backward,
+                    resident,
+                    shape_env,
+                )
+            except VerificationError as error:
+                log.debug("no formula of the peak: %s", error)
+                return None
+            least = captured.least_sizes
+        if ledger.has_conditions:
+            return None
+        formulas = StepFormulas.of(ledger.moments, captured.allocator, least, guards)
+        if not formulas.agrees_with(self.replayed(None), captured.hints):
+            log.debug("no formula of the peak: the count at %s is another", captured.hints)
+            return None
+        log.debug("peak = %s (%.2f s)", formulas, time.perf_counter() - start)
+        return formulas
+
+
+def _constant_terms(captured: Captured) -> dict[StorageKind, Counter[Term]]:
+    """Of each kind of constant, the sizes of its storages."""
+    terms: dict[StorageKind, Counter[Term]] = {
+        kind: Counter() for kind in (StorageKind.PARAMETER, StorageKind.INPUT, StorageKind.TANGENT)
+    }
+    twice = cuda_graphs_copy_inputs(captured)
+    for storage, term in zip(
+        captured.program.storages, captured.storage_expressions(), strict=True
+    ):
+        if storage.kind in terms:
+            terms[storage.kind][term] += 2 if twice and storage.kind is StorageKind.INPUT else 1
+    return terms
 
 
 def _restrided(expected: Any, received: object) -> Any:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from dtrcompile.passes.sharing import GraphBytes, Rest
+from dtrcompile.passes.sizes import Sizes
+
+if TYPE_CHECKING:
+    from dtrcompile.passes.peak_formula import StepFormulas
+
+
+class SizeModel(ABC):
+    """What graphs hold at other sizes: what they allocate, and when, is the same at any."""
+
+    @abstractmethod
+    def at(self, sizes: Sizes) -> Measured:
+        """What the graphs hold at these sizes."""
+
+    @property
+    @abstractmethod
+    def formulas(self) -> StepFormulas | None:
+        """The same in the graphs' symbols; None where it cannot be written so."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +45,7 @@ class Measured:
         written_over: operators whose result takes the place of an input that is read for the last
             time, which the referee does not know.
         draws: operators that draw random numbers, in the order that the compiler gives them.
+        by_sizes: tells the same at other values of the graphs' symbols; None where not known.
     """
 
     peak_bytes: int
@@ -39,6 +59,7 @@ class Measured:
     workspace_bytes: Mapping[int, int] = field(default_factory=dict)
     written_over: frozenset[int] = frozenset()
     draws: tuple[int, ...] = ()
+    by_sizes: SizeModel | None = field(default=None, compare=False, repr=False)
 
     def peak_with(self, rest: Rest) -> int:
         """As `GraphBytes.peak_with`."""

@@ -9,10 +9,12 @@ import enum
 import operator
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from dtrcompile.passes.errors import CaptureError
+from dtrcompile.passes.sizes import present_sizes
 from dtrcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
@@ -285,10 +287,14 @@ def why_not_recomputable(node: fx.Node) -> str | None:
 def hint(size: int | torch.SymInt, unbacked: int = 0) -> int:
     """A size as a number, without adding a guard.
 
-    Of a symbolic one, its value when the graph was traced; ``unbacked`` where it had none.
+    Of a symbolic one, its value at the sizes that count here (`sizes.at_sizes`), by default those
+    that it was traced with; ``unbacked`` where it had none.
     """
+    sizes = present_sizes()
     while isinstance(size, torch.SymInt):
-        found = size.node.hint
+        found = None if sizes is None else sizes.evaluate(size.node.expr)
+        if found is None:
+            found = size.node.hint
         size = unbacked if found is None else found
     return int(size)
 
@@ -328,3 +334,24 @@ def storage_key(tensor: torch.Tensor) -> object:
     if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
         return tensor.untyped_storage()._cdata
     return id(tensor)
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """A size in the graph's symbols."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def extent_expression(tensor: torch.Tensor) -> sympy.Expr:
+    """As `extent_bytes`, in the graph's symbols."""
+    if any(isinstance(size, int) and size == 0 for size in tensor.shape):
+        return sympy.Integer(0)
+    sizes, strides = ([expression(n) for n in given] for given in (tensor.shape, tensor.stride()))
+    last = sum(((n - 1) * d for n, d in zip(sizes, strides, strict=True)), sympy.Integer(0))
+    return sympy.expand((last + 1) * tensor.element_size())
+
+
+def owned_expression(tensor: torch.Tensor) -> sympy.Expr:
+    """As `owned_bytes`, in the graph's symbols."""
+    if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        return extent_expression(tensor)
+    return expression(tensor.untyped_storage().nbytes())

@@ -8,6 +8,7 @@ the budget wins.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -20,8 +21,10 @@ from dtrcompile.passes.capture import Captured
 from dtrcompile.passes.emit import Emitted, emit
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.layouts import give_room
-from dtrcompile.passes.measured import Measured
+from dtrcompile.passes.measured import Measured, SizeModel
+from dtrcompile.passes.peak_formula import StepFormulas
 from dtrcompile.passes.plan import Plan, refuse_copies
+from dtrcompile.passes.plan_formula import plan_moments
 from dtrcompile.passes.planners import minimum_plan
 from dtrcompile.passes.planners.base import Planner, keep_all
 from dtrcompile.passes.program import Program, StorageKind
@@ -34,6 +37,7 @@ from dtrcompile.passes.residuals import (
     without_residuals,
 )
 from dtrcompile.passes.sharing import ALONE, GraphBytes, Rest, with_rest, without_rest
+from dtrcompile.passes.sizes import Sizes, at_sizes
 from dtrcompile.passes.tighten import tighten
 from dtrcompile.passes.verify import verify_emitted
 
@@ -96,23 +100,65 @@ class RefereeModel(MemoryModel):
         emitted: Emitted | None,  # noqa: ARG002
         stats: PlanStats,
     ) -> Measured:
-        split = stats.peak_split
-        return Measured(
-            stats.peak_bytes,
-            stats.peak_operator,
-            {
-                "parameters": split.get("parameter", 0),
-                "inputs": split.get("input", 0) + split.get("tangent", 0),
-                "saved": split.get("saved", 0),
-                "temporaries": split.get("intermediate", 0) + split.get("workspace", 0),
-                "gradients": split.get("gradient", 0),
-                "outputs": split.get("output", 0),
-            },
-            stats.forward_peak_bytes,
-            stats.backward_peak_bytes,
-            stats.boundary_bytes,
-            stats.saved_bytes,
+        return _as_planned(stats)
+
+
+def _as_planned(stats: PlanStats) -> Measured:
+    """What the referee says that a plan holds."""
+    split = stats.peak_split
+    return Measured(
+        stats.peak_bytes,
+        stats.peak_operator,
+        {
+            "parameters": split.get("parameter", 0),
+            "inputs": split.get("input", 0) + split.get("tangent", 0),
+            "saved": split.get("saved", 0),
+            "temporaries": split.get("intermediate", 0) + split.get("workspace", 0),
+            "gradients": split.get("gradient", 0),
+            "outputs": split.get("output", 0),
+        },
+        stats.forward_peak_bytes,
+        stats.backward_peak_bytes,
+        stats.boundary_bytes,
+        stats.saved_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class PlanSizeModel(SizeModel):
+    """A plan's, as the referee counts."""
+
+    captured: Captured
+    plan: Plan
+
+    def at(self, sizes: Sizes) -> Measured:
+        if self.formulas is not None:
+            return replace(self.formulas.at(sizes), by_sizes=self)
+        return self.replayed(sizes)
+
+    @functools.cached_property
+    def formulas(self) -> StepFormulas | None:
+        captured = self.captured
+        if not captured.symbols:
+            return None
+        moments = plan_moments(
+            captured.program,
+            self.plan,
+            captured.storage_expressions(),
+            captured.workspace_expressions(),
         )
+        formulas = StepFormulas.of(moments, captured.allocator, captured.least_sizes)
+        if not formulas.agrees_with(self.replayed(captured.hints), captured.hints):
+            log.debug("no formula of the peak: the count at %s is another", captured.hints)
+            return None
+        return formulas
+
+    def replayed(self, sizes: Sizes) -> Measured:
+        """The same, as the referee counts at these sizes."""
+        with at_sizes(sizes):
+            program = self.captured.resized()
+        stats = replay(program, replace(self.plan, program=program.fingerprint))[1]
+        return replace(_as_planned(stats), by_sizes=self)
 
 
 @dataclass(frozen=True)
@@ -158,6 +204,16 @@ class Outcome:
         """What will be compiled holds."""
         return self.baseline_measured if self.chosen is None else self.chosen.measured
 
+    @property
+    def plan(self) -> Plan:
+        """What will be compiled."""
+        return self.baseline[0] if self.chosen is None else self.chosen.plan
+
+    @property
+    def stats(self) -> PlanStats:
+        """What it costs."""
+        return self.baseline[2] if self.chosen is None else self.chosen.stats
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -168,14 +224,18 @@ class Terms:
         rest: the other graphs of the step; what they hold beside this one comes off the budget.
         more_follow: graphs of unknown size run between forward and backward, so it is to save as
             little as it can.
+        is_unlimited: there is no budget yet; the default split is what runs.
     """
 
     budget_bytes: int | None
     rest: Rest = ALONE
     more_follow: bool = False
+    is_unlimited: bool = False
 
     def are_ample(self, guessed: Measured) -> bool:
         """Whether a guess is so far below the budget that the default split will fit."""
+        if self.is_unlimited:
+            return True
         if self.budget_bytes is None or self.more_follow:
             return False
         own_bytes = self.budget_bytes - self.rest.outside_bytes
@@ -251,14 +311,14 @@ class _Fit:
                     is_guess=True,
                 )
         start = time.perf_counter()
-        measured = self.model.measure(self.captured, None, stats)
+        measured = self.measured(None, plan, stats)
         if list(measured.draws) != sorted(measured.draws):
             # The compiler draws random numbers in another order; from one seed, so must the plan.
             self.captured = self.captured.with_draws(measured.draws)
             self.program = self.captured.program
             plan = keep_all(self.program)
             timeline, stats = replay(self.program, plan)
-            measured = self.model.measure(self.captured, None, stats)
+            measured = self.measured(None, plan, stats)
         self.lowering_s += time.perf_counter() - start
         agreed = terms(measured)
         budget_bytes, self.rest = agreed.budget_bytes, agreed.rest
@@ -284,7 +344,9 @@ class _Fit:
             self.rest = replace(self.rest, between_bytes=between_bytes)
         chosen: Candidate | None = None
         peak_bytes = self.baseline_bytes = measured.peak_with(self.rest)
-        if agreed.more_follow or own_bytes is None:
+        if agreed.is_unlimited:
+            pass
+        elif agreed.more_follow or own_bytes is None:
             chosen = self.smaller_than(measured)
             if own_bytes is not None:
                 chosen = self.within(own_bytes, chosen, measured)
@@ -304,6 +366,13 @@ class _Fit:
             self.lowering_s,
             saves_least=agreed.more_follow,
         )
+
+    def measured(self, emitted: Emitted | None, plan: Plan, stats: PlanStats) -> Measured:
+        """What the memory model says of a plan's graphs, or, of None, of the default split's."""
+        measured = self.model.measure(self.captured, emitted, stats)
+        if measured.by_sizes is None:
+            measured = replace(measured, by_sizes=PlanSizeModel(self.captured, plan))
+        return measured
 
     def least_own_bytes(self) -> int:
         """About the smallest peak that a plan can have, without constants."""
@@ -350,7 +419,7 @@ class _Fit:
             give_room([g for g in (emitted.forward, emitted.backward) if g], self.room_bytes)
             verify_emitted(self.captured, plan, timeline, emitted)
             start = time.perf_counter()
-            measured = self.model.measure(self.captured, emitted, stats)
+            measured = self.measured(emitted, plan, stats)
             self.lowering_s += time.perf_counter() - start
             log.debug(
                 "plan %s: planned %d bytes, measured %d, overhead %.3f",
@@ -571,12 +640,14 @@ class _Fit:
         )
 
 
-def constant_bytes(program: Program) -> dict[StorageKind, int]:
-    """Bytes of each kind of constant."""
+def constant_bytes(captured: Captured) -> dict[StorageKind, int]:
+    """Bytes of each kind of constant, at the sizes that count here."""
     totals = dict.fromkeys((StorageKind.PARAMETER, StorageKind.INPUT, StorageKind.TANGENT), 0)
-    for storage in program.storages:
+    for storage, size_bytes in zip(
+        captured.program.storages, captured.storage_bytes(), strict=True
+    ):
         if storage.kind in totals:
-            totals[storage.kind] += storage.size_bytes
+            totals[storage.kind] += size_bytes
     return totals
 
 

@@ -383,6 +383,19 @@ class Ledger:
         self.drop_dead()
         self._record("inputs")
 
+    def use_workspace(
+        self,
+        func: object,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        result: object,
+        label: str,
+    ) -> None:
+        """Count what a library call holds beside its arguments and its result."""
+        size_bytes = workspace_bytes(func, args, kwargs, result)
+        if size_bytes:
+            self.use(size_bytes, label)
+
     def allocate(self, tensor: torch.Tensor, label: str) -> None:
         """Count the tensor's storage, unless it is counted already."""
         storage = tensor.untyped_storage()
@@ -392,8 +405,10 @@ class Ledger:
         size_bytes = self.allocator.block_bytes(hint(storage.nbytes()))
         self.drop_dead()
         self.allocations += 1
-        self.live[key] = Allocation(self.allocations, StorageWeakRef(storage), size_bytes, label)
+        allocation = Allocation(self.allocations, StorageWeakRef(storage), size_bytes, label)
+        self.live[key] = allocation
         self.live_bytes += size_bytes
+        self._took(allocation, storage)
         self._record(label)
 
     def use(self, size_bytes: int, label: str) -> None:
@@ -412,10 +427,21 @@ class Ledger:
         """Serial numbers of the allocations that ``values`` live in."""
         return {self.live[k].serial for k in _keys(values) if k in self.live}
 
+    def end_forward(self, saved: set[int]) -> None:
+        """Forward has returned; ``saved`` are the serial numbers of what it saved."""
+
     def drop_dead(self) -> None:
         """Count no longer what nobody holds."""
         for k in [k for k, a in self.live.items() if a.storage.expired()]:
-            self.live_bytes -= self.live.pop(k).size_bytes
+            allocation = self.live.pop(k)
+            self.live_bytes -= allocation.size_bytes
+            self._gave(allocation)
+
+    def _took(self, allocation: Allocation, storage: torch.UntypedStorage) -> None:
+        """For ledgers that keep more than bytes."""
+
+    def _gave(self, allocation: Allocation) -> None:
+        """The same, when nobody holds it any more."""
 
     def _record(self, label: str) -> None:
         total = self.base_bytes + self.live_bytes
@@ -473,14 +499,12 @@ class _Counting(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _COPY_THE_STORAGE:
             result = _in_copied_storage(args[0], result)
-        workspace = workspace_bytes(func, args, kwargs or {}, result)
         for t in pytree.tree_leaves(result):
             if not isinstance(t, torch.Tensor) or t.layout is not torch.strided:
                 continue
             if t.untyped_storage()._cdata not in self.inputs:
                 self.ledger.allocate(t, self._line())
-        if workspace:
-            self.ledger.use(workspace, self._line())
+        self.ledger.use_workspace(func, args, kwargs or {}, result, self._line())
         return result
 
     def _condition(self) -> bool:
@@ -498,11 +522,10 @@ class _Counting(TorchDispatchMode):
     ) -> None:
         """Count what a library call holds beside its arguments; ``out`` is one of them."""
         func = getattr(getattr(torch.ops.aten, name, None), "default", None)
-        workspace = workspace_bytes(func, args, kwargs, out)
-        if workspace:
-            line = self._line()
-            buffer = _OUT.search(line)
-            self.ledger.use(workspace, f"{buffer[1]} = {line}" if buffer else line)
+        line = self._line()
+        buffer = _OUT.search(line)
+        label = f"{buffer[1]} = {line}" if buffer else line
+        self.ledger.use_workspace(func, args, kwargs, out, label)
 
     def _line(self) -> str:
         """The line of the wrapper that is being run."""
@@ -512,8 +535,18 @@ class _Counting(TorchDispatchMode):
         return "" if frame is None else self.lines[frame.f_lineno - 1].strip()
 
 
-def fake_inputs(mode: FakeTensorMode, placeholders: Sequence[fx.Node]) -> list[object]:
-    """Fresh fake inputs for a graph, symbolic sizes by their hints."""
+def fake_inputs(
+    mode: FakeTensorMode, placeholders: Sequence[fx.Node], *, is_symbolic: bool = False
+) -> list[object]:
+    """Fresh fake inputs for a graph.
+
+    Args:
+        is_symbolic: sizes stay symbols; else they are numbers, at the sizes that count here.
+    """
+
+    def size_of(size: int | torch.SymInt) -> int | torch.SymInt:
+        return size if is_symbolic else hint(size)
+
     inputs: list[object] = []
     with mode:
         for node in placeholders:
@@ -521,14 +554,14 @@ def fake_inputs(mode: FakeTensorMode, placeholders: Sequence[fx.Node]) -> list[o
             if isinstance(val, torch.Tensor):
                 inputs.append(
                     torch.empty_strided(
-                        [hint(s) for s in val.shape],
-                        [hint(s) for s in val.stride()],
+                        [size_of(s) for s in val.shape],
+                        [size_of(s) for s in val.stride()],
                         dtype=val.dtype,
                         device=val.device,
                     )
                 )
             elif isinstance(val, torch.SymInt):
-                inputs.append(hint(val))
+                inputs.append(size_of(val))
             else:
                 inputs.append(val)
     return inputs
@@ -646,6 +679,7 @@ def replay_schedule(
     num_fwd_outputs: int,
     tangent_of: Mapping[int, int],
     resident: Resident,
+    shape_env: Any | None = None,
 ) -> Measured:
     """Replay a training step's (or an inference pass's) wrappers and read the peak.
 
@@ -657,9 +691,12 @@ def replay_schedule(
         backward: gives the backward's wrapper, told what it receives from forward, in the order of
             its inputs: the strides are those that Inductor chose.
         tangent_of: backward input -> the forward output that it is the gradient of.
+        shape_env: of the graphs' symbols, where sizes are to stay symbols.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    outputs = run_wrapper(forward, fake_inputs(mode, forward_placeholders), ledger, mode)
+    is_symbolic = shape_env is not None
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+    inputs = fake_inputs(mode, forward_placeholders, is_symbolic=is_symbolic)
+    outputs = run_wrapper(forward, inputs, ledger, mode)
     forward_peak_bytes = ledger.peak_bytes
     user_outputs, saved = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
     del outputs
@@ -668,6 +705,7 @@ def replay_schedule(
     saved_bytes = sum(a.size_bytes for a in ledger.live.values() if a.serial in are_saved)
     ledger.drop_dead()
     boundary_bytes = ledger.base_bytes + ledger.live_bytes
+    ledger.end_forward(are_saved)
     are_gradients: set[int] = set()
     written_over, draws = forward.written_over, forward.draws
     backward_peak_bytes = 0
@@ -678,7 +716,9 @@ def replay_schedule(
         numbers = [v for v in saved if not isinstance(v, torch.Tensor)]
         tensors = [v for v in saved if isinstance(v, torch.Tensor)]
         from_forward = [*numbers, *tensors]
-        rest = fake_inputs(mode, backward_placeholders[len(from_forward) :])
+        rest = fake_inputs(
+            mode, backward_placeholders[len(from_forward) :], is_symbolic=is_symbolic
+        )
         wrapper = backward(from_forward)
         written_over |= wrapper.written_over
         draws += wrapper.draws

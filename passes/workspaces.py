@@ -66,7 +66,7 @@ def workspace_bytes(
             tensor all the same (a convolution's weight gradient, which on a CPU comes with the
             bias's), nobody will count it, so it is part of the workspace.
     """
-    if not isinstance(func, OpOverload) or not _is_measurable(func, args):
+    if not isinstance(func, OpOverload) or not is_measurable(func, args):
         return 0
     signature = (
         str(func),
@@ -79,7 +79,7 @@ def workspace_bytes(
         return _CACHE[key]
 
 
-def _is_measurable(func: OpOverload, args: Sequence[object]) -> bool:
+def is_measurable(func: OpOverload, args: Sequence[object]) -> bool:
     if func.namespace != "aten" or func._schema.name in _EXACT:
         return False
     if func._schema.name in _PRODUCTS:

@@ -61,8 +61,8 @@ def executor_checked() -> Iterator[None]:
     records = executor_log()
     assert records, "the eager executor ran no graph"
     for record in records:
-        # A dynamic graph at other sizes than planned, or a fake kernel that is known to be wrong.
-        if not record.at_hint or record.mistraced:
+        # Sizes that its inputs do not tell, or a fake kernel that is known to be wrong.
+        if not record.is_sized or record.mistraced:
             continue
         counted, predicted = tuple(record.counted_bytes), tuple(record.predicted_bytes)
         differing = [

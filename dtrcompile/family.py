@@ -1,0 +1,322 @@
+"""The plans of one graph: each call takes the cheapest that holds the budget for its sizes.
+
+A graph whose sizes are symbols (dynamic shapes, a data loader's last batch) runs at sizes that it
+was not planned for.  What each of its plans holds at those is known before the call runs
+(`passes.measured.SizeModel`).  Where no plan holds the budget, the graph is planned once more, for
+sizes somewhat larger than the call's if that costs next to nothing, so that sizes that grow little
+by little do not mean a plan each.  Where calls that could do without recomputation keep paying for
+it, the graph is planned for those too.  The number of plans is bounded; past that the plan goes
+that the calls seen so far miss least.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.planners import keep_all
+from dtrcompile.passes.planners.base import Planner
+from dtrcompile.passes.replay import replay
+from dtrcompile.planned import Code, Planned
+from dtrcompile.symbols import Symbols
+
+log = logging.getLogger("dtrcompile")
+
+# A plan for sizes that many times the call's, the first that costs the call little enough.
+_HEADROOMS = (2.0, 1.5, 1.25)
+# Compute, as a part of the baseline's, that headroom may cost the call that asks for a plan; and
+# once the family is full, so that it does not go on growing plan by plan.
+_HEADROOM_COST = 0.03
+_HEADROOM_COST_WHEN_FULL = 0.3
+# Steps' worth of compute that calls have to lose before they are given a cheaper plan.
+_PATIENCE = 4.0
+# A plan is worth compiling if it saves the calls this part of the baseline's compute.
+_WORTHWHILE = 0.02
+# At "min": sizes so many times those planned for are planned anew.
+_MUCH_LARGER = 2.0
+_MOST_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What calls of one set of sizes run.
+
+    Attributes:
+        code: the plan's.
+        loss: compute beyond the baseline's, in steps of the baseline, that a cheaper plan could
+            save a call.
+    """
+
+    code: Code
+    loss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """A plan at a call's sizes.
+
+    Attributes:
+        planned: at these sizes.
+        own_bytes: what the graph may hold at these sizes; None: as little as can be.
+    """
+
+    code: Code
+    planned: Planned
+    own_bytes: int | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """What counts against `own_bytes`."""
+        return self.planned.own_peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan holds the budget at these sizes."""
+        return self.own_bytes is None or self.peak_bytes <= self.own_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Compute beyond the baseline's, as a part of it."""
+        baseline_ns = self.planned.program.cost_ns
+        return self.planned.cost_ns / baseline_ns - 1 if baseline_ns else 0.0
+
+
+Values = tuple[int, ...]
+
+
+@dataclass
+class Family:
+    """The plans of one graph; not for several threads at once.
+
+    Attributes:
+        symbols: the graph's symbolic sizes.
+        compile_for: plans and compiles the graph for values of its symbols, as a plan of that
+            number.
+        own_bytes: what the graph may hold, told a plan at the sizes of a call; None for as little
+            as can be.
+        forget: told the number of a plan that is dropped.
+        planner: for estimates.
+        most_plans: how many there may be at once.
+        codes: the plans by their numbers.
+        compiled: plans made so far, beside the first.
+        loss: of the latest choice, see `_Choice`.
+    """
+
+    symbols: Symbols
+    compile_for: Callable[[Values, int], Code]
+    own_bytes: Callable[[Planned], int | None]
+    forget: Callable[[int], None]
+    planner: Planner
+    most_plans: int
+    codes: dict[int, Code] = field(default_factory=dict)
+    compiled: int = 0
+    loss: float = 0.0
+    _choices: dict[Values, _Choice | InfeasibleBudgetError] = field(default_factory=dict)
+    _calls: dict[Values, int] = field(default_factory=dict)
+    _lost: float = 0.0
+
+    def restart(self, code: Code) -> None:
+        """From now on this is the only plan: the others were made for other terms."""
+        for number in self.codes:
+            if number:
+                self.forget(number)
+        self.codes = {0: code}
+        self.reconsider()
+
+    def reconsider(self) -> None:
+        """The budget changed: nothing that was decided holds any more."""
+        self._choices.clear()
+        self._lost = self.loss = 0.0
+
+    def choose(self, values: Values) -> Code:
+        """What a call of these sizes is to run; plans and compiles where no plan fits.
+
+        Raises:
+            InfeasibleBudgetError: if no plan holds the budget at these sizes.
+        """
+        choice = self._choices.get(values)
+        if choice is None:
+            if len(self._choices) >= _MOST_REMEMBERED:
+                self._choices.clear()
+                self._calls.clear()
+            choice = self._choices[values] = self._decide(values)
+        if isinstance(choice, InfeasibleBudgetError):
+            raise choice
+        self._calls[values] = self._calls.get(values, 0) + 1
+        self._lost += choice.loss
+        if choice.loss and self._lost > _PATIENCE:
+            self._lost = 0.0
+            choice = self._with_cheaper(values, choice)
+        self.loss = choice.loss
+        return choice.code
+
+    def at(self, values: Values) -> list[Fitting]:
+        """Every plan at these sizes, those that may run there."""
+        sizes = self.symbols.sizes(values)
+        found = []
+        for code in self.codes.values():
+            planned = code.at(sizes)
+            if planned is not None and code.may_run_at(sizes):
+                found.append(Fitting(code, planned, self.own_bytes(planned)))
+        return found
+
+    def _decide(self, values: Values) -> _Choice | InfeasibleBudgetError:
+        plans = self.at(values)
+        if not plans:
+            # Nothing was planned (a graph without a tensor to compute).
+            return _Choice(next(iter(self.codes.values())))
+        if all(plan.own_bytes is None for plan in plans):
+            best = min(plans, key=lambda plan: (plan.peak_bytes, plan.planned.cost_ns))
+            if any(self._growth(values)) and self._is_much_larger(values):
+                return self._extended(values)
+            return _Choice(best.code)
+        fitting = [plan for plan in plans if plan.fits]
+        if not fitting:
+            return self._extended(values)
+        best = min(fitting, key=lambda plan: plan.planned.cost_ns)
+        return _Choice(best.code, self._loss(best))
+
+    def _loss(self, plan: Fitting) -> float:
+        """What a cheaper plan might save a call, in steps of the baseline."""
+        if plan.own_bytes is None or plan.overhead <= _WORTHWHILE:
+            return 0.0
+        baseline = plan.planned.baseline_peak_bytes
+        if baseline <= plan.own_bytes:
+            return plan.overhead
+        # Of what the plan gives up, the part that the unused room could keep.
+        unused = plan.own_bytes - plan.peak_bytes
+        loss = plan.overhead * unused / max(baseline - plan.peak_bytes, 1)
+        return loss if loss > _WORTHWHILE else 0.0
+
+    def _growth(self, values: Values) -> list[bool]:
+        """Of each symbol, whether it is larger than all plans were made for."""
+        made_for = [self._planned_for(code) for code in self.codes.values()]
+        return [all(value > sizes[i] for sizes in made_for) for i, value in enumerate(values)]
+
+    def _is_much_larger(self, values: Values) -> bool:
+        return all(
+            any(value >= _MUCH_LARGER * made for value, made in zip(values, sizes, strict=True))
+            for sizes in map(self._planned_for, self.codes.values())
+        )
+
+    def _planned_for(self, code: Code) -> Values:
+        if code.sizes is None:
+            return self.symbols.hints()
+        return tuple(int(code.sizes.by_symbol[s.symbol]) for s in self.symbols.symbols)
+
+    # --- another plan ---------------------------------------------------------------------------
+
+    def _extended(self, values: Values) -> _Choice | InfeasibleBudgetError:
+        """With a plan for a call that none of the plans holds the budget for."""
+        is_full = self.compiled >= self.most_plans
+        most_cost = _HEADROOM_COST_WHEN_FULL if is_full else _HEADROOM_COST
+        grown = self._growth(values)
+        tight: Code | None = None
+        for factor in (*_HEADROOMS, 1.0):
+            target = self.symbols.scaled(values, grown, factor)
+            if factor > 1.0 and (target == values or not any(grown)):
+                continue
+            if factor > 1.0 and not self._is_headroom_cheap(values, target, most_cost):
+                continue
+            try:
+                tight = self._compile(target, values)
+            except InfeasibleBudgetError as refusal:
+                if factor > 1.0:
+                    continue
+                return refusal.with_advice(
+                    f"The graph is asked to run at {self.symbols.sizes(values)}; smaller sizes"
+                    " still run."
+                )
+            planned = tight.at(self.symbols.sizes(values))
+            if planned is None or Fitting(tight, planned, self.own_bytes(planned)).fits:
+                break
+        assert tight is not None
+        self._add(tight)
+        return _Choice(tight)
+
+    def _is_headroom_cheap(self, values: Values, target: Values, most_cost: float) -> bool:
+        """Whether a plan for larger sizes would cost the call little, by a quick estimate."""
+        tight, roomy = (self._estimated_overhead(made_for, values) for made_for in (values, target))
+        return tight is not None and roomy is not None and roomy - tight <= most_cost
+
+    def _estimated_overhead(self, made_for: Values, values: Values) -> float | None:
+        """Of a plan made for some sizes, at a call's; without compiling anything.
+
+        Returns:
+            None where the planner finds no plan.
+        """
+        code = next(iter(self.codes.values()))
+        planned = code.at(self.symbols.sizes(made_for))
+        at_call = code.at(self.symbols.sizes(values))
+        if planned is None or at_call is None:
+            return None
+        own_bytes = self.own_bytes(planned)
+        baseline_bytes = planned.baseline_peak_bytes
+        if own_bytes is None or baseline_bytes <= own_bytes:
+            return 0.0
+        program = planned.program
+        referee_bytes = replay(program, keep_all(program))[1].peak_bytes
+        try:
+            plan = self.planner.plan(program, own_bytes * referee_bytes // baseline_bytes)
+        except InfeasibleBudgetError:
+            return None
+        plan = replace(plan, program=at_call.program.fingerprint)
+        return replay(at_call.program, plan)[1].overhead - 1
+
+    def _with_cheaper(self, values: Values, choice: _Choice) -> _Choice:
+        """After many calls that a cheaper plan would have served: one for these sizes, if it is."""
+        settled = self._choices[values] = _Choice(choice.code)  # asked once
+        if self.compiled >= self.most_plans or len(self.codes) >= self.most_plans - 1:
+            return settled  # the last place is kept for larger sizes
+        sizes = self.symbols.sizes(values)
+        now = choice.code.at(sizes)
+        overhead = self._estimated_overhead(values, values)
+        if now is None or overhead is None:
+            return settled
+        if now.cost_ns - (1 + overhead) * now.program.cost_ns <= _WORTHWHILE * now.program.cost_ns:
+            return settled
+        try:
+            code = self._compile(values, values)
+        except InfeasibleBudgetError:
+            return settled
+        self._add(code)
+        again = self._decide(values)
+        if isinstance(again, InfeasibleBudgetError):
+            return settled
+        self._choices[values] = again
+        return again
+
+    def _compile(self, target: Values, values: Values) -> Code:
+        planned_for = [self._planned_for(code) for code in self.codes.values()]
+        log.warning(
+            "compiling the graph once more, for %s: its plan(s) for %s do not suit a call at %s",
+            self.symbols.sizes(target),
+            " and ".join(str(self.symbols.sizes(s)) for s in planned_for),
+            self.symbols.sizes(values),
+        )
+        self.compiled += 1
+        return self.compile_for(target, self._free_number())
+
+    def _free_number(self) -> int:
+        return next(n for n in range(len(self.codes) + 1) if n not in self.codes)
+
+    def _add(self, code: Code) -> None:
+        self.codes[code.number] = code
+        self._choices.clear()
+        if len(self.codes) > self.most_plans:
+            gone = min((n for n in self.codes if n != code.number), key=self._missed)
+            del self.codes[gone]
+            self.forget(gone)
+
+    def _missed(self, number: int) -> tuple[float, int]:
+        """What the calls seen so far would lose without a plan, in steps of the baseline."""
+        lost = 0.0
+        for values, calls in self._calls.items():
+            plans = [plan for plan in self.at(values) if plan.fits]
+            others = [plan.overhead for plan in plans if plan.code.number != number]
+            best = min((plan.overhead for plan in plans), default=0.0)
+            # Calls that no other plan holds the budget for would have to be planned again.
+            lost += calls * (min(others) - best if others else 1.0)
+        return lost, number

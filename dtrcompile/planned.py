@@ -1,0 +1,239 @@
+"""What a graph was told when it was compiled, and what is known of it since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+from torch import fx
+
+from dtrcompile.passes.allocators import Allocator
+from dtrcompile.passes.capture import Captured, output_arguments
+from dtrcompile.passes.measured import Measured
+from dtrcompile.passes.pipeline import Outcome, Terms, placeholders
+from dtrcompile.passes.plan import Plan
+from dtrcompile.passes.program import Program, StorageKind
+from dtrcompile.passes.replay import PlanStats, replay
+from dtrcompile.passes.sharing import GraphBytes, Rest, without_rest
+from dtrcompile.passes.sizes import Sizes, at_sizes
+
+# A graph that others follow keeps its default split in the first step if that takes no more than
+# this part of what is left, so that an ample budget costs no second compile.
+_SMALL = 1 / 8
+_MOST_REMEMBERED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a graph was told when it was last compiled.
+
+    Attributes:
+        budget_bytes: of the step, None: resolve the options' for this graph.
+        rest: the other graphs, as far as they are known.
+        more_follow: other graphs will run between this one's forward and backward, which ones is
+            not known yet.
+        is_share_of_unknown: the budget is a share of the whole step's peak, which is not known yet.
+        note: for the report.
+        sizes: the values of symbolic sizes to plan for; None: those that it was traced with.
+        number: which of the graph's plans this is.
+    """
+
+    budget_bytes: int | None = None
+    rest: Rest = field(default_factory=Rest)
+    more_follow: bool = False
+    is_share_of_unknown: bool = False
+    note: str = ""
+    sizes: Sizes | None = None
+    number: int = 0
+
+    @property
+    def is_provisional(self) -> bool:
+        """The step is not known yet, so the graph is compiled again when it is."""
+        return self.more_follow or self.is_share_of_unknown
+
+    def terms(self, measured: Measured, budget_bytes: int | None, *, waits: bool = False) -> Terms:
+        """The terms of a graph whose default split holds ``measured``.
+
+        Args:
+            budget_bytes: what the options come to for this graph; None for the smallest.
+            waits: the budget is a share of a training step that was not seen yet.
+        """
+        if self.budget_bytes is not None:
+            budget_bytes = self.budget_bytes
+        if waits:
+            return Terms(None, self.rest, is_unlimited=True)
+        more_follow = self.more_follow and measured.backward_peak_bytes > 0  # else it saves nothing
+        if self.is_share_of_unknown:
+            return Terms(None, more_follow=more_follow)
+        own_bytes = measured.peak_bytes - _constants(measured)
+        if is_small(own_bytes, budget_bytes, self.rest.outside_bytes):
+            more_follow = False
+        return Terms(budget_bytes, self.rest, more_follow)
+
+
+def is_small(own_bytes: int, budget_bytes: int | None, outside_bytes: int) -> bool:
+    """Whether a graph need not be made smaller yet, though others follow."""
+    return budget_bytes is not None and own_bytes <= _SMALL * (budget_bytes - outside_bytes)
+
+
+def _constants(measured: Measured) -> int:
+    return measured.split.get("parameters", 0) + measured.split.get("inputs", 0)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the ledger knows of a compiled graph."""
+
+    program: Program
+    assignment: Assignment
+    available_bytes: int | None
+    baseline: GraphBytes
+    chosen: GraphBytes
+    is_default: bool
+    saves_least: bool
+    captured: Captured
+    plan: Plan
+    baseline_measured: Measured
+    measured: Measured
+    cost_ns: int
+
+    @staticmethod
+    def of(outcome: Outcome, assignment: Assignment, available_bytes: int | None) -> Planned:
+        """From what the compilation found."""
+        captured = outcome.captured
+        constant_bytes = captured.program.constant_bytes
+        gradient_bytes = _parameter_gradient_bytes(captured)
+        return Planned(
+            captured.program,
+            assignment,
+            available_bytes,
+            outcome.baseline_measured.graph_bytes(constant_bytes, gradient_bytes),
+            outcome.measured.graph_bytes(constant_bytes, gradient_bytes),
+            outcome.chosen is None,
+            outcome.saves_least,
+            captured,
+            outcome.plan,
+            outcome.baseline_measured,
+            outcome.measured,
+            outcome.stats.cost_ns,
+        )
+
+    def at(self, sizes: Sizes) -> Planned:
+        """The same plan, where the graph's symbols have these values."""
+        captured = self.captured
+        with at_sizes(sizes):
+            program = captured.resized()
+        baseline, chosen = (
+            measured if measured.by_sizes is None else measured.by_sizes.at(sizes)
+            for measured in (self.baseline_measured, self.measured)
+        )
+        gradient_bytes = self.chosen.gradient_bytes
+        plan = replace(self.plan, program=program.fingerprint)
+        return replace(
+            self,
+            program=program,
+            baseline=baseline.graph_bytes(program.constant_bytes, gradient_bytes),
+            chosen=chosen.graph_bytes(program.constant_bytes, gradient_bytes),
+            plan=plan,
+            cost_ns=replay(program, plan)[1].cost_ns,
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether the graph has a backward."""
+        return self.captured.backward is not None
+
+    @property
+    def allocator(self) -> Allocator:
+        """What the device's counts for a request."""
+        return self.captured.allocator
+
+    @property
+    def own_peak_bytes(self) -> int:
+        """What the graph holds, with what the others of its step hold above it."""
+        return self.chosen.peak_with(self.assignment.rest)
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """The same of the default split."""
+        return self.baseline.peak_with(self.assignment.rest)
+
+    def stats_of(self, plan: Plan) -> PlanStats:
+        """Of another plan, made of the program with the rest of a step."""
+        return replay(self.program, without_rest(plan, self.program))[1]
+
+    def planned_bytes(self, stats: PlanStats) -> GraphBytes:
+        """What a plan holds."""
+        return GraphBytes(
+            self.program.constant_bytes,
+            stats.forward_peak_bytes,
+            stats.backward_peak_bytes,
+            stats.boundary_bytes,
+            self.chosen.gradient_bytes,
+        )
+
+
+def _parameter_gradient_bytes(captured: Captured) -> int:
+    """Bytes of the gradients that stay after backward: those of parameters."""
+    if captured.backward is None:
+        return 0
+    program = captured.program
+    # Backward returns one gradient for each input of forward.
+    storages = {
+        captured.storage_of.get(captured.owner(gradient))
+        for primal, gradient in zip(
+            placeholders(captured.forward), output_arguments(captured.backward), strict=False
+        )
+        if isinstance(gradient, fx.Node)
+        and (s := captured.storage_of.get(primal)) is not None
+        and program.storages[s].kind is StorageKind.PARAMETER
+    }
+    return sum(program.storages[s].size_bytes for s in storages if s is not None)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A compiled graph.
+
+    Attributes:
+        function: to call.
+        what_is_known: tells what is known of it: more when its backward was compiled too.
+        restore: makes its report the graph's again, after what was compiled since.
+        assignment: what it was told.
+        requires: conditions on the symbols, beyond those that Dynamo checks.
+    """
+
+    function: Callable[..., Any]
+    what_is_known: Callable[[], Planned | None]
+    restore: Callable[[], None]
+    assignment: Assignment
+    requires: tuple[sympy.Basic, ...] = ()
+    _at: dict[Sizes, tuple[Planned, Planned]] = field(default_factory=dict, repr=False)
+
+    @property
+    def number(self) -> int:
+        """Which of the graph's plans it is."""
+        return self.assignment.number
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """The values of symbolic sizes that it was planned for; None: as traced."""
+        return self.assignment.sizes
+
+    def at(self, sizes: Sizes) -> Planned | None:
+        """What is known of it where the graph's symbols have these values."""
+        planned = self.what_is_known()
+        if planned is None:
+            return None
+        found = self._at.get(sizes)
+        if found is None or found[0] is not planned:  # more is known by now
+            if len(self._at) >= _MOST_REMEMBERED:
+                self._at.clear()
+            found = self._at[sizes] = planned, planned.at(sizes)
+        return found[1]
+
+    def may_run_at(self, sizes: Sizes) -> bool:
+        """Whether the code is right for these values."""
+        return all(c.xreplace(sizes.by_symbol) == sympy.true for c in self.requires)

@@ -1,0 +1,84 @@
+"""The unbudgeted peak of a model's training step: what a budget given as a share is a share of.
+
+One model makes several graphs: of other sizes, for evaluation, or because it was compiled again.
+They know each other by the parameters that they read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dtrcompile.options import Options
+
+
+@dataclass
+class StepPeak:
+    """Of one model; compared by identity.
+
+    Attributes:
+        size_bytes: the largest that was seen, 0 before the first training step.
+        may_train: a parameter of the model wants a gradient, so a training step may come.
+    """
+
+    size_bytes: int = 0
+    may_train: bool = False
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def see(self, size_bytes: int) -> None:
+        """A training step holds this much without a budget."""
+        self.size_bytes = max(self.size_bytes, size_bytes)
+
+    def has_to_wait(self, options: Options, *, trains: bool) -> bool:
+        """Whether a graph's budget is a share of a training step that is still to come."""
+        return options.is_share and not trains and self.may_train and not self.size_bytes
+
+    def budget_bytes(
+        self,
+        options: Options,
+        unbudgeted_bytes: int,
+        available_bytes: int | None,
+        *,
+        trains: bool,
+    ) -> int | None:
+        """The budget of a graph, less the reserve; None for the smallest.
+
+        Args:
+            unbudgeted_bytes: what the graph holds without a budget.
+            available_bytes: what the device can give.
+            trains: whether the graph is a training step's.
+
+        Raises:
+            OptionError: as `Options.resolve_budget_bytes`.
+        """
+        if self.has_to_wait(options, trains=trains):
+            return unbudgeted_bytes
+        step_bytes = unbudgeted_bytes
+        if self.size_bytes:
+            step_bytes = max(self.size_bytes, unbudgeted_bytes if trains else 0)
+        return options.resolve_budget_bytes(step_bytes, available_bytes)
+
+
+class StepPeaks:
+    """The models of one set of options."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> StepPeak:
+        """The one that graphs which read any of these parameters share."""
+        parameters = list(parameters)
+        with self._lock:
+            known = [self._by_parameter[p] for p in parameters if p in self._by_parameter]
+            peak = max(known, key=lambda p: p.size_bytes, default=StepPeak())
+            for parameter in parameters:
+                self._by_parameter[parameter] = peak
+            peak.may_train |= any(p.requires_grad for p in parameters)
+        return peak

@@ -1,0 +1,222 @@
+"""Any batch, any length: the budget holds at every size, and evaluation takes part of no share."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrcompile
+from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.executor import clear_executor_log, executor_log
+from tests.integration.helpers import compile_dtr, executor_checked
+
+
+class Blocks(nn.Module):
+    """Linear layers and a loss; the scores of a wide last layer are its largest values."""
+
+    def __init__(self, width: int = 32, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
+    clear_executor_log()
+
+
+def _peak(step: Callable[[], object]) -> int:
+    """The most bytes that the executor counted in a step."""
+    clear_executor_log()
+    with executor_checked():
+        step()
+        records = executor_log()
+        peak_bytes = max(b for record in records for b in record.counted_bytes)
+    return peak_bytes
+
+
+def _trained(module: nn.Module, compiled: Callable[..., Tensor], *inputs: Tensor) -> int:
+    """Takes a step, compares its gradients with plain PyTorch's, returns what it held."""
+    plain = copy.deepcopy(module)
+    plain.zero_grad(set_to_none=True)
+    module.zero_grad(set_to_none=True)
+    plain(*inputs).backward()
+    peak_bytes = _peak(lambda: compiled(*inputs).backward())
+    for wanted, found in zip(plain.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+    return peak_bytes
+
+
+def _most_plans_of_a_graph() -> int:
+    return max(Counter(report.graph for report in dtrcompile.reports()).values())
+
+
+def test_a_last_batch_leaves_the_full_ones_within_the_budget() -> None:
+    module = Blocks()
+    batches = [torch.randn(n, 32) for n in (256, 256, 50)]
+    budget = 200_000
+    compiled = compile_dtr(module, budget, dynamic=None)
+    peaks = [_trained(module, compiled, x) for _ in range(3) for x in batches]
+    assert max(peaks) <= budget
+    # The short batch computes nothing twice, also after the plan for the full ones was made.
+    ample = [r for r in dtrcompile.reports() if r.overhead == 1.0]
+    assert peaks[2] == peaks[5] == peaks[8] == ample[-1].promised_peak_bytes
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "automatic", "mark_dynamic"])
+def test_twenty_sizes_in_any_order(mode: str) -> None:
+    module, budget = Blocks(), 150_000
+    compiled = compile_dtr(module, budget, dynamic=True if mode == "dynamic" else None)
+    sizes = list(range(8, 208, 10))
+    random.Random(0).shuffle(sizes)
+    for n in sizes:
+        x = torch.randn(n, 32)
+        if mode == "mark_dynamic":
+            torch._dynamo.mark_dynamic(x, 0, min=2, max=256)
+        assert _trained(module, compiled, x) <= budget
+    assert _most_plans_of_a_graph() <= 4
+
+
+def test_two_symbols() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x).tanh()
+            return (y @ y.transpose(-1, -2)).softmax(-1).matmul(x).square().mean()
+
+    module, budget = Outer(), 100_000
+    compiled = compile_dtr(module, budget, dynamic=True)
+    draw = random.Random(1)
+    for _ in range(12):
+        shape = draw.randrange(2, 9), draw.randrange(2, 40), 16
+        assert _trained(module, compiled, torch.randn(shape)) <= budget
+
+
+def test_the_smallest_plan_follows_the_sizes() -> None:
+    module = Blocks()
+    compiled = compile_dtr(module, "min", dynamic=True)
+    small, large = (
+        _trained(module, compiled, torch.randn(n, 32)) for n in (8, 512)
+    )
+    alone = Blocks()
+    torch._dynamo.reset()
+    wanted = _trained(alone, compile_dtr(alone, "min", dynamic=False), torch.randn(512, 32))
+    assert large == wanted
+    assert small < large
+
+
+def test_a_size_that_nothing_fits_is_refused_and_the_others_go_on() -> None:
+    module, budget = Blocks(), 150_000
+    compiled = compile_dtr(module, budget, dynamic=True)
+    assert _trained(module, compiled, torch.randn(100, 32)) <= budget
+    for _ in range(2):
+        with pytest.raises(InfeasibleBudgetError, match="= 5000"):
+            compiled(torch.randn(5000, 32))
+    assert _trained(module, compiled, torch.randn(100, 32)) <= budget
+    assert _trained(module, compiled, torch.randn(120, 32)) <= budget
+
+
+def test_small_sizes_are_given_a_plan_of_their_own_when_they_come_often() -> None:
+    module, budget = Blocks(), 150_000
+    compiled = compile_dtr(module, budget, dynamic=True)
+    compiled(torch.randn(195, 32)).backward()
+    (first,) = dtrcompile.reports()
+    assert first.overhead > 1.2
+    for _ in range(40):
+        compiled(torch.randn(20, 32)).backward()
+    assert [r.overhead == 1.0 for r in dtrcompile.reports()] == [False, True]
+    assert _trained(module, compiled, torch.randn(20, 32)) == pytest.approx(
+        dtrcompile.reports()[1].promised_peak_bytes
+    )
+
+
+def test_the_report_says_what_is_held_at_any_size() -> None:
+    module = Blocks()
+    compiled = compile_dtr(module, 150_000, dynamic=True)
+    compiled(torch.randn(20, 32)).backward()
+    (report,) = dtrcompile.reports()
+    assert report.sizes.endswith(" = 20")
+    symbol = report.sizes.partition(" ")[0]
+    assert f"·{symbol}" in report.peak_formula
+    assert "at any sizes" in str(report)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_evaluation_takes_no_share_of_its_own(guard: Callable[[], Any]) -> None:
+    module = Blocks()
+    compiled = compile_dtr(module, "60%", dynamic=None)
+    x = torch.randn(200, 32)
+    with guard():  # a sanity check before the first step
+        wanted = module(x)
+        assert compiled(x) == pytest.approx(wanted)
+    (sanity,) = dtrcompile.reports()
+    assert sanity.kind == "inference"
+    assert any("share" in note for note in sanity.notes)
+    peak_bytes = _trained(module, compiled, x)
+    training = dtrcompile.reports()[-1]
+    assert training.kind == "training"
+    budget_bytes = training.budget_bytes
+    assert budget_bytes is not None and peak_bytes <= budget_bytes
+    for n in (200, 64, 150):  # evaluation batches of other sizes
+        with guard():
+            x = torch.randn(n, 32)
+            assert compiled(x) == pytest.approx(module(x))
+    assert _trained(module, compiled, torch.randn(200, 32)) <= budget_bytes
+
+
+def test_evaluation_is_held_to_the_training_steps_budget() -> None:
+    module = Blocks(depth=3)
+
+    class Evaluated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            # Keeps every layer's result, which the training step does not.
+            kept = []
+            for layer in self.module.layers:
+                x = layer(x).tanh()
+                kept.append(x.sin())
+            return sum((k.exp() for k in kept), x).mean()
+
+    evaluated = Evaluated()
+    train = compile_dtr(module, "80%", dynamic=False)
+    evaluate = compile_dtr(evaluated, "80%", dynamic=False)
+    large = torch.randn(400, 32)
+    with torch.no_grad():
+        unbounded = _peak(lambda: evaluate(large))
+    train(torch.randn(60, 32)).backward()
+    training = dtrcompile.reports()[-1]
+    assert training.budget_bytes is not None and unbounded > training.budget_bytes
+    with torch.no_grad(), pytest.raises(InfeasibleBudgetError):
+        evaluate(large)
+    with torch.no_grad():
+        assert _peak(lambda: evaluate(torch.randn(60, 32))) <= training.budget_bytes
+
+
+def test_a_share_is_one_of_the_largest_step_seen() -> None:
+    module = Blocks()
+    compiled = compile_dtr(module, "60%", dynamic=True)
+    peaks = {n: _trained(module, compiled, torch.randn(n, 32)) for n in (100, 200, 100, 50)}
+    ample = compile_dtr(module, "100%", dynamic=False)
+    unbudgeted = {n: _trained(module, ample, torch.randn(n, 32)) for n in (200, 50)}
+    assert peaks[200] <= 0.6 * unbudgeted[200]
+    # What holds less than that without a budget needs no recomputation.
+    assert peaks[50] <= unbudgeted[50] <= 0.6 * unbudgeted[200]
