@@ -7,6 +7,9 @@ scripts that cannot pass options (`set_defaults`), for what not to keep (`recomp
 catching errors.  Importing it does not import torch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dtrcompile.options import Budget, Options, reset_defaults, set_defaults
 from dtrcompile.passes.errors import (
     CaptureError,
@@ -24,7 +27,24 @@ from dtrcompile.passes.errors import (
 from dtrcompile.recompute import recompute
 from dtrcompile.report import CompileReport, clear_reports, reports
 
+if TYPE_CHECKING:
+    from dtrcompile.largest_size import Largest, SizePoint, largest
+
 __version__ = "0.1.0"
+
+# What imports torch, by the module that has it.
+_WITH_TORCH = {
+    "Largest": "largest_size",
+    "SizePoint": "largest_size",
+    "largest": "largest_size",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        return getattr(import_module(f"dtrcompile.{_WITH_TORCH[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Budget",
@@ -32,16 +52,19 @@ __all__ = [
     "CompileReport",
     "DTRError",
     "InfeasibleBudgetError",
+    "Largest",
     "MissingExtraError",
     "OptionError",
     "Options",
     "PlanError",
     "ProgramError",
     "ProgramTooLargeError",
+    "SizePoint",
     "TimeLimitError",
     "UnsupportedPlanError",
     "VerificationError",
     "clear_reports",
+    "largest",
     "recompute",
     "reports",
     "reset_defaults",

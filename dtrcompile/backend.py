@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from dtrcompile.ledger import ledger_of, more_graphs_follow
+from dtrcompile.ledger import Ledger, ledger_of, more_graphs_follow
 from dtrcompile.options import Options
 from dtrcompile.passes.allocators import EXACT, allocator_of
 from dtrcompile.passes.capture import Captured, capture, output_arguments
@@ -69,6 +69,7 @@ from dtrcompile.passes.torch_private import (
 )
 from dtrcompile.passes.wishes import tag_scopes
 from dtrcompile.planned import Assignment, Code, Planned
+from dtrcompile.probe import ProbedPlan, is_probing
 from dtrcompile.report import CompileReport, add_report, next_graph_index
 from dtrcompile.shared_graph import SharedGraph
 from dtrcompile.source_hash import package_hash
@@ -105,12 +106,18 @@ def dtr(
     if mode is not None and (options is None or isinstance(options, Mapping)):
         inductor = (options or {}).get("inductor") or {}
         options = {**(options or {}), "inductor": {"mode": mode, **inductor}}
-    parsed = Options.parse(options)
+    return compile_graph(gm, example_inputs, Options.parse(options))
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> SharedGraph:
+    """As `dtr`, with options that were parsed."""
     inline_regions(gm)
-    ledger = ledger_of(parsed)
+    ledger = Ledger(options) if is_probing() else ledger_of(options)
     symbols = Symbols.of_graph(gm)
     step_peak = ledger.step_peaks.of(_parameters(gm))
-    source = _Source(gm, example_inputs, parsed, symbols, step_peak)
+    source = _Source(gm, example_inputs, options, symbols, step_peak)
     return SharedGraph(
         ledger,
         source.compile,
@@ -174,7 +181,7 @@ class _Source:
         is_first = self.first is not None
         shape_env = None if is_first or not self.symbols else _shape_env(self.context)
         with noting_guards(shape_env) as guards:
-            session = session_of(self.options.verify)
+            session = session_of(self.options.verify and not is_probing())
             function = self._compile(session)
             if session.guessed_wrong():
                 session = session_of(False)
@@ -391,6 +398,8 @@ def _plan_here(
         is_whole_peak=options.is_whole_peak,
         always_emit=not is_inductor,
     )
+    if is_probing():
+        raise ProbedPlan(outcome)
     if not outcome.is_guess:  # else when forward is compiled and known
         session.see(outcome.baseline_measured)
         _report(session)

@@ -44,8 +44,7 @@ def _peak(step: Callable[[], object]) -> int:
     with executor_checked():
         step()
         records = executor_log()
-        peak_bytes = max(b for record in records for b in record.counted_bytes)
-    return peak_bytes
+        return max(b for record in records for b in record.counted_bytes)
 
 
 def _trained(module: nn.Module, compiled: Callable[..., Tensor], *inputs: Tensor) -> int:
@@ -111,9 +110,7 @@ def test_two_symbols() -> None:
 def test_the_smallest_plan_follows_the_sizes() -> None:
     module = Blocks()
     compiled = compile_dtr(module, "min", dynamic=True)
-    small, large = (
-        _trained(module, compiled, torch.randn(n, 32)) for n in (8, 512)
-    )
+    small, large = (_trained(module, compiled, torch.randn(n, 32)) for n in (8, 512))
     alone = Blocks()
     torch._dynamo.reset()
     wanted = _trained(alone, compile_dtr(alone, "min", dynamic=False), torch.randn(512, 32))

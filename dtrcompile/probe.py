@@ -1,0 +1,115 @@
+"""What `torch.compile` would plan for a model and its inputs, without compiling it.
+
+The model is traced as in its first call, and the planning's result is carried out of PyTorch's
+compilation by an exception that is no error, before any code is kept: no cache of PyTorch's and no
+report changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrcompile.options import Options
+from dtrcompile.passes.errors import CaptureError, DTRError
+from dtrcompile.passes.pipeline import Outcome
+
+
+class ProbedPlan(BaseException):
+    """Carries what was planned; not an error, so nothing on the way treats it as one."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
+_PROBING: ContextVar[bool] = ContextVar("dtrcompile_probing", default=False)
+
+
+def is_probing() -> bool:
+    """Whether what is planned is only to be told."""
+    return _PROBING.get()
+
+
+@contextlib.contextmanager
+def _probing() -> Iterator[None]:
+    token = _PROBING.set(True)
+    try:
+        yield
+    finally:
+        _PROBING.reset(token)
+
+
+def planned_outcome(
+    model: Callable[..., Any],
+    inputs: Sequence[Any],
+    options: Options,
+    *,
+    dynamic_dimensions: Mapping[int, int] | None = None,
+) -> Outcome:
+    """Trace and plan the first graph of a call, which must be the only one.
+
+    Args:
+        dynamic_dimensions: input -> its dimension whose size is to be a symbol; the others, and
+            without them all, are fixed.
+
+    Raises:
+        InfeasibleBudgetError: if no plan fits.
+        CaptureError: if the model does not compile as one graph.
+    """
+    from dtrcompile.backend import compile_graph
+
+    marked: list[Any] = list(inputs)
+    for index, dimension in (dynamic_dimensions or {}).items():
+        value = marked[index]
+        assert isinstance(value, Tensor)
+        marked[index] = value.detach().requires_grad_(value.requires_grad)
+        torch._dynamo.mark_dynamic(marked[index], dimension)
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return compile_graph(gm, example_inputs, options)
+
+    compiled = torch.compile(
+        model,
+        backend=backend,
+        fullgraph=True,
+        dynamic=None if dynamic_dimensions else False,
+    )
+    try:
+        with _probing(), torch.enable_grad():
+            compiled(*marked)
+    except ProbedPlan as planned:
+        return planned.outcome
+    except Exception as error:
+        ours = _ours(error)
+        if ours is not None:
+            raise ours from error
+        raise CaptureError(
+            f"the model does not compile as one graph with these inputs, so its step cannot be"
+            f" planned beforehand: {error}"
+        ) from error
+    raise CaptureError("the model computes nothing that needs a gradient, so nothing was planned")
+
+
+def _ours(error: BaseException) -> DTRError | None:
+    """The error of this package that PyTorch wrapped, if it is one."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        if isinstance(current, DTRError):
+            return current
+        seen.add(id(current))
+        pending += [
+            current.__cause__,
+            current.__context__,
+            getattr(current, "inner_exception", None),
+        ]
+    return None

@@ -1,0 +1,98 @@
+"""`dtrcompile.largest`: its size trains within the budget, the next is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrcompile
+from dtrcompile.demo.gpt import GPT, GPTSizes
+from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
+from dtrcompile.passes.executor import clear_executor_log, executor_log
+from tests.integration.helpers import compile_dtr, unwrap
+
+
+def _gpt() -> tuple[nn.Module, Callable[[int], tuple[Tensor, ...]]]:
+    model = GPT(GPTSizes(layers=2, width=32, heads=2, context=16, vocabulary=64))
+    return model, lambda n: (torch.randint(64, (n, 16)), torch.randint(64, (n, 16)))
+
+
+def _convolutions() -> tuple[nn.Module, Callable[[int], tuple[Tensor, ...]]]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 4)
+    )
+    return model, lambda n: (torch.randn(n, 3, 8, 8),)
+
+
+def _perceptron() -> tuple[nn.Module, Callable[[int], tuple[Tensor, ...]]]:
+    layers = [m for _ in range(6) for m in (nn.Linear(32, 32), nn.GELU())]
+    return nn.Sequential(*layers), lambda n: (torch.randn(n, 32),)
+
+
+def _trains(model: nn.Module, inputs: tuple[Tensor, ...], budget: int) -> bool:
+    torch._dynamo.reset()
+    clear_executor_log()
+    try:
+        compile_dtr(model, budget, dynamic=False)(*inputs).mean().backward()
+    except Exception as error:
+        assert isinstance(unwrap(error), InfeasibleBudgetError)
+        return False
+    held = max(b for record in executor_log() for b in record.counted_bytes)
+    assert held <= budget
+    return True
+
+
+@pytest.mark.parametrize(
+    ("make", "budget"),
+    [
+        (_gpt, 300_000),
+        (_gpt, 500_000),
+        (_convolutions, 200_000),
+        (_convolutions, 450_000),
+        (_perceptron, 60_000),
+        (_perceptron, 150_000),
+    ],
+)
+def test_the_next_size_is_refused(
+    make: Callable[[], tuple[nn.Module, Callable[[int], tuple[Tensor, ...]]]], budget: int
+) -> None:
+    model, inputs_of = make()
+    dtrcompile.clear_reports()
+    found = dtrcompile.largest(model, *inputs_of(3), budget=budget, compiler="eager")
+    assert not dtrcompile.reports()  # nothing was compiled
+    assert found.points[-1].size == found.size > 3
+    assert found.points[-1].overhead > 1
+    assert found.points[-1].promised_peak_bytes <= budget
+    assert str(found.size) in str(found)
+    assert _trains(model, inputs_of(found.size), budget)
+    assert not _trains(model, inputs_of(found.size + 1), budget)
+
+
+def test_the_longest_sequence() -> None:
+    model = GPT(GPTSizes(layers=1, width=32, heads=2, context=512, vocabulary=64))
+    tokens = torch.randint(64, (2, 8))
+    found = dtrcompile.largest(
+        model, tokens, tokens, symbol="length", budget=300_000, compiler="eager", most=400
+    )
+    assert 8 < found.size < 400
+    longer = torch.randint(64, (2, found.size + 1))
+    assert not _trains(model, (longer, longer), 300_000)
+
+
+def test_a_budget_that_nothing_fits() -> None:
+    model, inputs_of = _perceptron()
+    with pytest.raises(InfeasibleBudgetError):
+        dtrcompile.largest(model, *inputs_of(4), budget=10_000, compiler="eager")
+
+
+def test_what_cannot_be_asked() -> None:
+    model, inputs_of = _perceptron()
+    with pytest.raises(OptionError, match="bytes"):
+        dtrcompile.largest(model, *inputs_of(4), budget="50%")
+    with pytest.raises(OptionError, match="batch"):
+        dtrcompile.largest(model, *inputs_of(4), budget="1MiB", symbol="batches")
+    with pytest.raises(OptionError, match="dimension 3"):
+        dtrcompile.largest(model, *inputs_of(4), budget="1MiB", symbol=3)
