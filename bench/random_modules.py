@@ -49,9 +49,9 @@ def main() -> int:
     parser.add_argument(
         "--inductor-every", type=int, default=50, help="one of so many under Inductor; 0: none"
     )
-    parser.add_argument("--quick", action="store_true", help="six modules, none under Inductor")
+    parser.add_argument("--quick", action="store_true", help="two modules, none under Inductor")
     arguments = parser.parse_args()
-    count = 6 if arguments.quick else arguments.count
+    count = 2 if arguments.quick else arguments.count
     every = 0 if arguments.quick else arguments.inductor_every
     logging.getLogger("dtrcompile").setLevel(logging.ERROR)
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)

@@ -21,9 +21,11 @@ import dtrcompile
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 os.environ.pop("DTRCOMPILE_BUDGET", None)
-# Workers side by side take a core each: threads that wait for one another would cost more.
+# Workers side by side take a core each: threads that wait for one another, and further processes
+# that compile, would cost more.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 settings.register_profile(
     "default",
@@ -38,8 +40,35 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.hookimpl(trylast=True)  # after what is not to run was left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device where there is none; ask torch only if some test does."""
+    items[:] = long_ones_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    skip_what_needs_a_gpu(items)
+
+
+def long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Each worker begins with its part of those that are marked slow, or compile with Inductor.
+
+    xdist hands each a run of neighbours, of equal length, and lets those that are done early steal
+    from the others' ends: short tests are what should be left there.
+    """
+    long: list[pytest.Item] = []
+    short: list[pytest.Item] = []
+    for item in items:
+        is_long = any(map(item.get_closest_marker, ("inductor", "slow")))
+        (long if is_long else short).append(item)
+    ordered: list[pytest.Item] = []
+    for worker in range(workers):
+        share = (len(items) - len(ordered)) // (workers - worker)
+        mine = long[worker::workers]
+        count = max(0, share - len(mine))
+        ordered += mine + short[:count]
+        del short[:count]
+    return ordered + short
+
+
+def skip_what_needs_a_gpu(items: list[pytest.Item]) -> None:
+    """Where there is no CUDA device; torch is asked only if some test needs one."""
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return

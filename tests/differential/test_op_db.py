@@ -1,12 +1,11 @@
 """Every operator of PyTorch's test database, forward and backward, at the smallest budget.
 
-All operators run in the default test run; the environment variable ``DTRCOMPILE_OP_DB`` runs a
-share of them (``2/5``: the second fifth).  ``bench/op_db.py`` prints a summary.
+Every fifth runs in ``make test``, and those that break the graph or are compared otherwise; all run
+in ``make test-all``.  ``bench/op_db.py`` prints a summary.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -49,13 +48,19 @@ LOOSER: dict[str, tuple[float, float]] = {}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
-def selected_operators() -> list[str]:
-    names = list(op_db.operators())
-    index, count = map(int, os.environ.get("DTRCOMPILE_OP_DB", "1/1").split("/"))
-    return names[index - 1 :: count]
+SPECIAL = {*BREAKS_THE_GRAPH, *BREAKS_THE_GRAPH_BEFORE, *DRAWS_OTHERWISE_BEFORE, *LOOSER}
 
 
-@pytest.mark.parametrize("name", [n for n in selected_operators() if n not in NOT_COMPILED])
+def operators() -> list[Any]:
+    """The names, most of them marked as part of the sweep."""
+    return [
+        name if index % 5 == 0 or name in SPECIAL else pytest.param(name, marks=pytest.mark.sweep)
+        for index, name in enumerate(op_db.operators())
+        if name not in NOT_COMPILED
+    ]
+
+
+@pytest.mark.parametrize("name", operators())
 def test_the_smallest_budget_agrees_with_eager_pytorch(name: str) -> None:
     rtol, atol = LOOSER.get(name, (1e-4, 1e-4))
     draws_otherwise = DRAWS_OTHERWISE_BEFORE.get(name, RELEASE) > RELEASE

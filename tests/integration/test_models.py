@@ -45,6 +45,16 @@ def test_inductor_keeps_its_promises(name: str) -> None:
     assert found["100%"].recomputed_runs == 0
 
 
+@pytest.mark.inductor
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", MODELS)
+def test_inductor_keeps_its_promises_at_the_minimum(name: str) -> None:
+    found = rows(name, "inductor", ["100%", "60%", "min"])
+    assert found["100%"].recomputed_runs == 0
+    assert found["min"].status == "ok"
+
+
 def test_the_same_seed_builds_the_same_model() -> None:
     for model in MODELS.values():
         first, inputs = model.build(3, quick=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 
 import pytest
 import torch
@@ -57,13 +56,15 @@ def test_the_smallest_budget_changes_no_bit(name: str) -> None:
         assert recomputed_operators() > 0, "\n".join(map(str, dtrcompile.reports()))
 
 
-# Where the smallest budget has something to choose, half has too; ``DTRCOMPILE_FULL=1`` runs all.
-FULL = os.environ.get("DTRCOMPILE_FULL") == "1"
-
-
 @pytest.mark.parametrize(
     "name",
-    [s.name for s in SCENARIOS.values() if FULL or s.recomputes or s.against is Against.RANDOM],
+    [
+        # Where the smallest budget has nothing to choose, half has not either.
+        s.name
+        if s.recomputes or s.against is Against.RANDOM
+        else pytest.param(s.name, marks=pytest.mark.sweep)
+        for s in SCENARIOS.values()
+    ],
 )
 def test_half_the_memory_changes_no_bit(name: str) -> None:
     expected = unbudgeted(name)

@@ -1,0 +1,60 @@
+"""What keeps the tests and the small benchmarks short: their order, and who runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.__main__ import benchmarks, main
+from tests.conftest import long_ones_first
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def item(name: str) -> Any:
+    """In capitals: slow."""
+    is_slow = name.isupper()
+    return SimpleNamespace(
+        name=name, get_closest_marker=lambda marker: is_slow and marker == "slow"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "workers", "expected"),
+    [
+        ("abAcB", 1, "ABabc"),
+        # xdist hands the first three to one worker and the others to the second.
+        ("abAcdB", 2, "AabBcd"),
+        ("aAbBcC", 2, "ACaBbc"),
+        ("aAbcd", 2, "Aabcd"),
+        ("ABC", 2, "ACB"),
+        ("", 2, ""),
+    ],
+)
+def test_every_worker_begins_with_long_tests(names: str, workers: int, expected: str) -> None:
+    ordered = long_ones_first([item(name) for name in names], workers)
+    assert "".join(i.name for i in ordered) == expected
+
+
+def test_every_script_that_can_be_run_is_a_benchmark() -> None:
+    listed = benchmarks()
+    for path in (ROOT / "bench").glob("*.py"):
+        is_script = "ArgumentParser(" in path.read_text(encoding="utf-8")
+        assert (path.stem in listed) == (is_script and path.stem != "__main__"), path.name
+
+
+def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["amples"])
+    assert "unknown benchmark 'amples'; there are: ample, " in capsys.readouterr().err
+
+
+def test_what_is_left_out_of_make_test_is_run_by_a_workflow() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    test_all = makefile.split("\ntest-all:\n")[1].split("\n\n")[0]
+    assert "pytest" in test_all
+    assert " -m " not in test_all.split("pytest")[1]
+    assert "make test-all" in (ROOT / ".github/workflows/sweep.yml").read_text(encoding="utf-8")
