@@ -5,6 +5,7 @@ One tiny language model, compiled few times, because each compile runs a C++ com
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -107,20 +108,41 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@contextlib.contextmanager
+def generated_code() -> Iterator[list[str]]:
+    """What Inductor writes inside, graph by graph."""
+    sources: list[str] = []
+    with mock.patch.object(GraphLowering, "save_output_code", sources.append):
+        yield sources
+    sources[:] = sorted(without_labels(source) for source in sources)
+
+
+def without_labels(code: str) -> str:
+    """Inductor's code without comments and without the numbers that count graphs."""
+    code = re.sub(r"#.*", "", code)
+    code = re.sub(r"graph_\d+", "graph", code)
+    return re.sub(r"\s*\n\s*", "\n", code)
+
+
 @functools.cache
-def plain() -> Observed:
-    """Plain ``torch.compile`` from the same seed."""
+def plain() -> tuple[Observed, list[str]]:
+    """Plain ``torch.compile`` from the same seed: a step, and the code."""
     module, ids, targets = model_and_batch()
-    return step_of(torch.compile(module), module, ids, targets)
+    with generated_code() as code:
+        observed = step_of(torch.compile(module), module, ids, targets)
+    return observed, code
 
 
-@pytest.mark.parametrize("budget", [1.0, "50%", "min"])
+@pytest.mark.parametrize("budget", [1.0, "1TiB", "50%", "min"])
 def test_gradients_and_allocator_peak(budget: object) -> None:
-    """Points 1 and 3, dropout included."""
-    expected = plain()
+    """Points 1, 3 and 4, dropout included: when ample, Inductor's own output."""
+    expected, expected_code = plain()
+    torch._dynamo.reset()
     module, ids, targets = model_and_batch()
     compiled = compile_dtr(module, budget, compiler="inductor")
-    first = step_of(compiled, module, ids, targets)
+    with generated_code() as code:
+        first = step_of(compiled, module, ids, targets)
+    assert len(code) == len(expected_code) == 2, "one forward, one backward"
     first_gradients = {n: g.clone() for n, g in first["gradients"].items()}
     assert relative_error(first_gradients, expected["gradients"]) <= SAME
     assert_close(first["loss"], expected["loss"], rtol=1e-5)
@@ -134,8 +156,13 @@ def test_gradients_and_allocator_peak(budget: object) -> None:
     limit_bytes = report.budget_bytes or report.promised_peak_bytes
     assert held_bytes <= limit_bytes, str(report)
     assert held_bytes <= report.promised_peak_bytes, str(report)
-    if budget == 1.0:
+    if budget in (1.0, "1TiB"):
+        assert code == expected_code
         assert report.recomputed_runs == 0
+        assert report.overhead == 1.0
+        # Compiled once, and the promise is what that holds.
+        assert report.lowering_s == 0
+        assert 0 <= report.promised_peak_bytes - held_bytes <= 8
     else:
         assert report.recomputed_runs > 0
     assert_bitwise(gradients_of(module), first_gradients)  # the step that was measured
@@ -276,42 +303,6 @@ def test_scores_of_many_classes_are_in_memory_once() -> None:
     assert peak_bytes < 1.5 * 512 * 512 * 4
 
 
-def without_labels(code: str) -> str:
-    """Inductor's code without comments and without the numbers that count graphs."""
-    code = re.sub(r"#.*", "", code)
-    code = re.sub(r"graph_\d+", "graph", code)
-    return re.sub(r"\s*\n\s*", "\n", code)
-
-
-def code_of(compiled: object, module: nn.Module, *inputs: torch.Tensor) -> list[str]:
-    sources: list[str] = []
-    with mock.patch.object(GraphLowering, "save_output_code", sources.append):
-        step_of(compiled, module, *inputs)
-    assert len(sources) == 2, "one forward, one backward"
-    return sorted(without_labels(source) for source in sources)
-
-
-def test_an_ample_budget_gives_the_code_of_torch_compile() -> None:
-    """Point 4: zero recomputed operators and Inductor's own output."""
-    module, ids, targets = model_and_batch()
-    expected = code_of(torch.compile(module), module, ids, targets)
-    for budget in (1.0, "1TiB"):
-        torch._dynamo.reset()
-        dtrcompile.clear_reports()
-        compiled = compile_dtr(module, budget, compiler="inductor")
-        assert code_of(compiled, module, ids, targets) == expected
-        (report,) = dtrcompile.reports()
-        assert report.recomputed_runs == 0
-        assert report.overhead == 1.0
-        # Compiled once, and the promise is what that holds.
-        assert report.lowering_s == 0
-        module.zero_grad(set_to_none=True)
-        run = functools.partial(compiled, ids, targets)
-        peak_bytes = live_peak_bytes(lambda run=run: run().backward())
-        peak_bytes += static_bytes(module, ids, targets)
-        assert 0 <= report.promised_peak_bytes - peak_bytes <= 8
-
-
 def test_a_budget_that_only_looked_ample_is_kept_or_refused() -> None:
     expected = plain_dropped()["gradients"]
     module, x = dropped_and_batch()
@@ -352,10 +343,9 @@ def test_an_ample_budget_for_inference_gives_the_code_of_torch_compile() -> None
     module.eval()
 
     def codes(compiled: object) -> list[str]:
-        sources: list[str] = []
-        with mock.patch.object(GraphLowering, "save_output_code", sources.append), torch.no_grad():
+        with generated_code() as sources, torch.no_grad():
             compiled(ids, targets)  # type: ignore[operator]
-        return [without_labels(source) for source in sources]
+        return sources
 
     expected = codes(torch.compile(module))
     torch._dynamo.reset()

@@ -47,7 +47,8 @@ def unbudgeted(name: str) -> Observed:
     return observe_dtr(SCENARIOS[name].run, UNBUDGETED)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+# Of one scenario at a time (the scope), so that one process runs each without a budget, once.
+@pytest.mark.parametrize("name", SCENARIOS, scope="module")
 def test_the_smallest_budget_changes_no_bit(name: str) -> None:
     expected = unbudgeted(name)
     observed = observe_dtr(SCENARIOS[name].run, "min")
@@ -65,6 +66,7 @@ def test_the_smallest_budget_changes_no_bit(name: str) -> None:
         else pytest.param(s.name, marks=pytest.mark.sweep)
         for s in SCENARIOS.values()
     ],
+    scope="module",
 )
 def test_half_the_memory_changes_no_bit(name: str) -> None:
     expected = unbudgeted(name)
@@ -78,7 +80,9 @@ TOLERANCE = {Against.CLOSE: (1e-4, 1e-4), Against.LOOSE: (5e-2, 5e-2)}
 
 
 @pytest.mark.parametrize(
-    "name", [s.name for s in SCENARIOS.values() if s.against is not Against.RANDOM]
+    "name",
+    [s.name for s in SCENARIOS.values() if s.against is not Against.RANDOM],
+    scope="module",
 )
 def test_unbudgeted_agrees_with_eager_pytorch(name: str) -> None:
     expected = observe(SCENARIOS[name].run, lambda target: target)
