@@ -43,6 +43,7 @@ from dtrcompile.passes.pipeline import (
 from dtrcompile.passes.plan import Boundary
 from dtrcompile.passes.planners import make_planner
 from dtrcompile.passes.program import StorageKind
+from dtrcompile.passes.recurrent import unroll_recurrent
 from dtrcompile.passes.regions import inline_regions
 from dtrcompile.passes.repairs import repaired
 from dtrcompile.passes.replay import replay
@@ -114,6 +115,9 @@ def compile_graph(
 ) -> SharedGraph:
     """As `dtr`, with options that were parsed."""
     inline_regions(gm)
+    if torch.is_grad_enabled():
+        unroll_recurrent(gm)
+
     ledger = Ledger(options) if is_probing() else ledger_of(options)
     symbols = Symbols.of_graph(gm)
     step_peak = ledger.step_peaks.of(_parameters(gm))

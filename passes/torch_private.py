@@ -9,6 +9,10 @@ file to look at.
 
 from __future__ import annotations
 
+# --- Dynamo's graph -----------------------------------------------------------------------------
+from torch._C import _get_mkldnn_enabled as mkldnn_enabled
+from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
+
 # --- capture and emission ---------------------------------------------------------------------
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
