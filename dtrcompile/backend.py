@@ -15,7 +15,8 @@ import torch
 from torch import fx, nn
 
 from dtrcompile.ledger import Ledger, ledger_of, more_graphs_follow
-from dtrcompile.options import Options
+from dtrcompile.options import Options, defaults_used, forget_defaults_used
+from dtrcompile.outside import forget, graph_break, listen
 from dtrcompile.passes.allocators import EXACT, allocator_of
 from dtrcompile.passes.capture import Captured, capture, output_arguments
 from dtrcompile.passes.costs import make_cost_model
@@ -107,7 +108,11 @@ def dtr(
     if mode is not None and (options is None or isinstance(options, Mapping)):
         inductor = (options or {}).get("inductor") or {}
         options = {**(options or {}), "inductor": {"mode": mode, **inductor}}
-    return compile_graph(gm, example_inputs, Options.parse(options))
+    listen()
+    parsed = Options.parse(options)
+    shared = compile_graph(gm, example_inputs, parsed)
+    defaults_used(shared.graph, options, parsed)
+    return shared
 
 
 def compile_graph(
@@ -117,11 +122,10 @@ def compile_graph(
     inline_regions(gm)
     if torch.is_grad_enabled():
         unroll_recurrent(gm)
-
     ledger = Ledger(options) if is_probing() else ledger_of(options)
     symbols = Symbols.of_graph(gm)
     step_peak = ledger.step_peaks.of(_parameters(gm))
-    source = _Source(gm, example_inputs, options, symbols, step_peak)
+    source = _Source(gm, example_inputs, options, symbols, step_peak, graph_break(gm))
     return SharedGraph(
         ledger,
         source.compile,
@@ -130,6 +134,17 @@ def compile_graph(
         symbols=symbols,
         step_peak=step_peak,
     )
+
+
+def _reset() -> None:
+    """``torch._dynamo.reset`` was called: all will be compiled again."""
+    forget()
+    forget_defaults_used()
+
+
+dtr.reset = _reset  # type: ignore[attr-defined]
+# From here on, because a model that Dynamo does not compile at all does not reach the backend.
+listen()
 
 
 def _parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
@@ -153,8 +168,10 @@ class _Source:
         options: Options,
         symbols: Symbols,
         step_peak: StepPeak,
+        note: str,
     ) -> None:
         self.options = options
+        self.note = note
         self.symbols = symbols
         self.step_peak = step_peak
         self.graph = next_graph_index()
@@ -180,6 +197,7 @@ class _Source:
                 replace(assignment, sizes=sizes),
                 self.step_peak,
                 may_guess=may_guess,
+                note=self.note,
             )
 
         is_first = self.first is not None
@@ -248,6 +266,7 @@ class _Session:
 
     Attributes:
         may_guess: at an ample budget the default split need not be measured before it is compiled.
+        note: of the Dynamo graph, for the report.
         capture_s: seconds spent on the capture.
         is_over: what was compiled on a guess holds more than the budget.
         is_replaced: the graph was compiled again since, so its report is another's.
@@ -258,6 +277,7 @@ class _Session:
     assignment: Assignment
     step_peak: StepPeak = field(default_factory=StepPeak)
     may_guess: bool = False
+    note: str = ""
     capture_s: float = 0.0
     outcome: Outcome | None = None
     available_bytes: int | None = None
@@ -469,7 +489,11 @@ def _report(session: _Session) -> None:
             planning_s=session.capture_s + outcome.planning_s,
             lowering_s=outcome.lowering_s,
             outside_bytes=outcome.rest.outside_bytes,
-            notes=tuple(note for note in (session.assignment.note, waits, guess, unsplit) if note),
+            notes=tuple(
+                note
+                for note in (session.assignment.note, waits, guess, unsplit, session.note)
+                if note
+            ),
             plan=session.assignment.number,
             sizes=str(session.assignment.sizes or ""),
             peak_formula=_formula_text(measured),

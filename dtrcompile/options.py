@@ -14,6 +14,7 @@ This module imports neither torch nor the planners until a name has to be checke
 from __future__ import annotations
 
 import enum
+import logging
 import math
 import numbers
 import os
@@ -24,6 +25,8 @@ from fractions import Fraction
 from typing import Any, TypeAlias
 
 from dtrcompile.passes.errors import OptionError, format_bytes
+
+log = logging.getLogger("dtrcompile")
 
 BUDGET_VARIABLE = "DTRCOMPILE_BUDGET"
 
@@ -379,10 +382,29 @@ def set_defaults(**options: Any) -> None:
     Options that an earlier call set, and this one does not name, stay as they are;
     `reset_defaults` forgets them all.
 
+    Graphs that are compiled already keep what they were compiled with; a warning then names them.
+
     Raises:
         OptionError: as `Options.parse`; nothing is changed then.
     """
-    _defaults.values = {**_defaults.values, **_checked(options)}
+    values = _checked(options)
+    _defaults.values = {**_defaults.values, **values}
+    late = {
+        graph: changed
+        for graph, used in _defaults.used.items()
+        if (changed := {n for n, value in values.items() if n in used and used[n] != value})
+    }
+    if late:
+        changed = set().union(*late.values())
+        log.warning(
+            "set_defaults(%s) comes after graph%s %s had been compiled with the earlier default,"
+            " which %s. It holds for what is compiled from here on. Call set_defaults before the"
+            " model first runs, or torch._dynamo.reset() after it to have all compiled again.",
+            ", ".join(f"{n}={_show(options[n])}" for n in sorted(changed)),
+            "s" if len(late) > 1 else "",
+            ", ".join(map(str, sorted(late))),
+            "they keep" if len(late) > 1 else "it keeps",
+        )
 
 
 def reset_defaults() -> None:
@@ -390,13 +412,27 @@ def reset_defaults() -> None:
     _defaults.values = {}
 
 
+def defaults_used(graph: int, given: Mapping[str, Any] | None, parsed: Options) -> None:
+    """A graph was compiled with ``parsed``, of which only some had been ``given`` with it."""
+    _defaults.used[graph] = {
+        f.name: getattr(parsed, f.name) for f in fields(Options) if f.name not in (given or ())
+    }
+
+
+def forget_defaults_used() -> None:
+    """No graph is compiled any more."""
+    _defaults.used = {}
+
+
 class _Defaults:
     """What `set_defaults` was told; replaced as a whole, so that a reader never sees half of it."""
 
     values: dict[str, Any]
+    used: dict[int, dict[str, Any]]  # graph -> options that it was not given itself
 
     def __init__(self) -> None:
         self.values = {}
+        self.used = {}
 
 
 _defaults = _Defaults()

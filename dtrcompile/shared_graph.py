@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtrcompile.family import Family, Values
+from dtrcompile.outside import called_at, look_at_backward
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planners import make_planner
 from dtrcompile.passes.torch_private import top_saved_tensors_hooks
@@ -41,6 +42,7 @@ class SharedGraph:
         step_peak: StepPeak,
     ) -> None:
         self.ledger = ledger
+        self.graph = graph
         self.serial = next(_SERIALS)
         self.compile_with = compile_with
         self.symbols = symbols
@@ -64,6 +66,7 @@ class SharedGraph:
         self.waiting: dict[weakref.ref[Any], Planned | None] = {}
         # Of the step that this graph is one of: it must not run over its budget later on.
         self.refusal: InfeasibleBudgetError | None = None
+        self.has_run_backward = False
         self.assignment = ledger.first_assignment(more_follow or options.several_graphs)
         # Calls, by graph, that the plan knows to wait for their backward when this graph is called.
         self.foreseen = ledger.holding_calls()
@@ -138,6 +141,9 @@ class SharedGraph:
         if node is not None:
             planned = None if is_hooked else self.planned
             self.waiting[weakref.ref(node, self._forget)] = planned
+            if planned is not None and not self.has_run_backward:
+                self.has_run_backward = True
+                look_at_backward(node, planned.chosen.peak_bytes, called_at())
         if ledger.observing:
             ledger.after_call(self, args, result, before, awaits_backward=node is not None)
         return result

@@ -1,10 +1,10 @@
 """``nn.LSTM`` in a graph that trains, unrolled into its cells.
 
-With ``torch._dynamo.config.allow_rnn`` Dynamo takes `nn.RNN`, `nn.GRU` and `nn.LSTM` into the graph.
-PyTorch decomposes the first two into their cells, which a plan can free and compute again one by
-one.  An LSTM on a CPU it may turn into a call of oneDNN instead (``aten.mkldnn_rnn_layer``), whose
-kernel returns an undefined tensor where the trace, and so backward, has a workspace: Inductor raises
-a TypeError, or the process aborts.  Without gradients the call is right, and holds less.
+With ``torch._dynamo.config.allow_rnn`` Dynamo takes `nn.RNN`, `nn.GRU` and `nn.LSTM` into the
+graph.  PyTorch decomposes the first two into their cells, which a plan can free and compute again
+one by one.  An LSTM on a CPU it may turn into a call of oneDNN (``aten.mkldnn_rnn_layer``), whose
+kernel returns an undefined tensor where the trace, and so backward, has a workspace: Inductor
+raises a TypeError, or the process aborts.  Without gradients that call is right, and holds less.
 """
 
 from __future__ import annotations

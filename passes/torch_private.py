@@ -9,6 +9,18 @@ file to look at.
 
 from __future__ import annotations
 
+# --- what Dynamo does not put into a graph --------------------------------------------------------
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.cache_size import exceeds_recompile_limit
+from torch._dynamo.callback import CallbackTrigger, callback_handler
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
+from torch._dynamo.utils import (
+    get_hook_for_recompile_user_context as frame_compilation_hooks,
+)
+from torch._dynamo.utils import (
+    register_hook_for_recompile_user_context as register_frame_compilation_hook,
+)
+
 # --- Dynamo's graph -----------------------------------------------------------------------------
 from torch._C import _get_mkldnn_enabled as mkldnn_enabled
 from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled

@@ -1,0 +1,229 @@
+"""What runs outside of the graphs is said: once, with file and line, and what to do about it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dtrcompile
+from dtrcompile.outside import told
+from tests.integration.helpers import compile_dtr
+
+WIDTH = 32
+LOGGER = logging.getLogger("a model's")
+
+
+@pytest.fixture(autouse=True)
+def fresh(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
+    caplog.set_level(logging.WARNING, logger="dtrcompile")
+    yield
+    dtrcompile.reset_defaults()
+
+
+def batch(rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, WIDTH)
+
+
+def line_of(function: Callable[..., Any], text: str) -> str:
+    """``file:line`` of the first line of ``function`` that holds ``text``."""
+    lines, first = inspect.getsourcelines(function)
+    found = next(i for i, line in enumerate(lines) if text in line)
+    return f"{inspect.getsourcefile(function)}:{first + found}"
+
+
+class TwoLayers(nn.Module):
+    """`between` runs between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.between(self.first(x))).square().mean()
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu()
+
+
+class Prints(TwoLayers):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        print("between")
+        return x
+
+
+class Logs(TwoLayers):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        LOGGER.error("between")
+        return x
+
+
+class Disables(TwoLayers):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return disabled(x)
+
+
+@torch._dynamo.disable
+def disabled(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+class Branches(TwoLayers):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x * 2
+        return x
+
+
+class ReadsAValue(TwoLayers):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+
+class Recurs(TwoLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(WIDTH, WIDTH)
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "remedy"),
+    [
+        (Prints, "print(", "reorderable_logging_functions"),
+        (Logs, "LOGGER.error", "ignore_logging_functions"),
+        (Disables, "disabled(x)", "Take torch.compiler.disable off"),
+        (Branches, "if x.sum()", "torch.where or torch.cond"),
+        (ReadsAValue, "item()", "Keep the value a tensor"),
+        (Recurs, "self.recurrent(x)", "allow_rnn = True"),
+    ],
+)
+def test_graph_breaks_and_functions_left_to_eager(
+    model: type[TwoLayers], text: str, remedy: str
+) -> None:
+    compiled = compile_dtr(model(), "100%")
+    for _ in range(3):
+        compiled(batch()).backward()
+    (message,) = told()
+    assert message.startswith(line_of(model.between, text) + ": "), message
+    assert remedy in message
+    if dtrcompile.reports():
+        assert message in dtrcompile.reports()[0].notes
+
+
+def test_a_model_that_runs_inside(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = compile_dtr(TwoLayers(), "100%")
+    for _ in range(3):
+        compiled(batch()).backward()
+    with torch.no_grad():
+        compiled(batch(7))
+    outputs = compile_dtr(nn.Linear(WIDTH, WIDTH), "100%")(batch())
+    outputs.sum().backward()  # which holds nothing
+    assert not told()
+    assert not caplog.records
+
+
+def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        compile_dtr(Prints(), "100%")(batch()).backward()
+    assert [record.getMessage() for record in caplog.records] == list(told())
+    assert len(caplog.records) == 1
+
+
+def test_errors_that_are_suppressed() -> None:
+    with torch._dynamo.config.patch(suppress_errors=True):
+        compile_dtr(TwoLayers(), 100)(batch()).backward()
+    (message,) = told()
+    assert message.startswith(line_of(TwoLayers.forward, "def forward")), message
+    assert "InfeasibleBudgetError" in message and "without a budget" in message
+    assert not dtrcompile.reports()
+
+
+def test_the_recompile_limit() -> None:
+    compiled = compile_dtr(TwoLayers(), "100%", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in (2, 3):
+            compiled(batch(rows)).backward()
+        assert not told()
+        for rows in (4, 5, 6):
+            loss = compiled(batch(rows))
+            loss.backward()
+    (message,) = told()
+    assert message.startswith(line_of(TwoLayers.forward, "def forward")), message
+    assert "compiled 2 times" in message and "mark_dynamic" in message
+    assert f"(called at {line_of(test_the_recompile_limit, 'loss = ')})" in message
+
+
+def test_the_recompile_limit_of_another_backend() -> None:
+    compiled = torch.compile(TwoLayers(), backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in (2, 3, 4):
+            compiled(batch(rows)).backward()
+    torch.compile(Recurs(), backend="eager")(batch()).backward()
+    assert not told()
+
+
+def test_gradients_taken_by_torch_func() -> None:
+    model = compile_dtr(TwoLayers(), "100%")
+    parameters = dict(model.named_parameters())
+
+    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, values, (batch(),))
+
+    torch.func.grad(loss)(parameters)
+    (message,) = told()
+    assert "torch.compile(step" in message
+    assert str(inspect.getsourcefile(test_gradients_taken_by_torch_func)) in message
+
+
+def test_a_loss_outside() -> None:
+    compiled = compile_dtr(nn.Linear(WIDTH, 64), "100%")
+    for _ in range(2):
+        loss = F.cross_entropy(compiled(batch()), torch.zeros(4, dtype=torch.long))
+        loss.backward()
+    (message,) = told()
+    assert message.startswith(line_of(test_a_loss_outside, "loss.backward()")), message
+    # 4 x 64 probabilities in float32, and one loss.
+    assert "LogSoftmax" in message and "1.0 KiB" in message
+    assert f"at {line_of(test_a_loss_outside, 'cross_entropy')}" in message
+
+
+def test_under_fullgraph_the_user_sees_the_exception() -> None:
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compile_dtr(Prints(), "100%", fullgraph=True)(batch())
+    assert not told()
+
+
+def test_defaults_that_come_too_late(caplog: pytest.LogCaptureFixture) -> None:
+    from dtrcompile.backend import dtr
+
+    dtrcompile.set_defaults(budget="100%", compiler="eager")
+    compiled = torch.compile(TwoLayers(), backend=dtr)
+    dtrcompile.set_defaults(budget="1MiB")  # nothing is compiled yet
+    compiled(batch()).backward()
+    assert dtrcompile.reports()[0].budget == "1MiB"
+    dtrcompile.set_defaults(budget="1MiB")  # says nothing new
+    assert not caplog.records
+    dtrcompile.set_defaults(budget="min")
+    (record,) = caplog.records
+    assert "budget='min'" in record.getMessage() and "graph 0 " in record.getMessage()
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
+    compiled(batch()).backward()
+    assert dtrcompile.reports()[0].budget == "min"
+
+
+def test_defaults_do_not_concern_graphs_with_options(caplog: pytest.LogCaptureFixture) -> None:
+    compile_dtr(TwoLayers(), "100%")(batch()).backward()
+    dtrcompile.set_defaults(budget="min")
+    assert not caplog.records
