@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dtrcompile.options import Budget, Options, reset_defaults, set_defaults
+from dtrcompile.passes.declared import declare_operator
 from dtrcompile.passes.errors import (
     CaptureError,
     DTRError,
@@ -64,6 +65,7 @@ __all__ = [
     "UnsupportedPlanError",
     "VerificationError",
     "clear_reports",
+    "declare_operator",
     "largest",
     "recompute",
     "reports",

@@ -70,6 +70,7 @@ from dtrcompile.passes.torch_private import (
     tracing,
 )
 from dtrcompile.passes.wishes import tag_scopes
+from dtrcompile.passes.workspaces import unknown_workspaces
 from dtrcompile.planned import Assignment, Code, Planned
 from dtrcompile.probe import ProbedPlan, is_probing
 from dtrcompile.report import CompileReport, add_report, next_graph_index
@@ -491,7 +492,14 @@ def _report(session: _Session) -> None:
             outside_bytes=outcome.rest.outside_bytes,
             notes=tuple(
                 note
-                for note in (session.assignment.note, waits, guess, unsplit, session.note)
+                for note in (
+                    session.assignment.note,
+                    waits,
+                    guess,
+                    unsplit,
+                    session.note,
+                    *_unknown_workspaces(captured),
+                )
                 if note
             ),
             plan=session.assignment.number,
@@ -505,6 +513,15 @@ def _formula_text(measured: Measured) -> str:
     """The peak in the graph's symbols, "" where there are none."""
     formulas = None if measured.by_sizes is None else measured.by_sizes.formulas
     return "" if formulas is None else str(formulas)
+
+
+def _unknown_workspaces(captured: Captured) -> list[str]:
+    graphs = [g for g in (captured.forward, captured.backward) if g is not None]
+    return [
+        f"what {name} holds while it runs is not known and does not count, because it could not be"
+        f" run on zeros ({why}); dtrcompile.declare_operator can say it"
+        for name, why in unknown_workspaces(graphs).items()
+    ]
 
 
 # --- Inductor -----------------------------------------------------------------------------------

@@ -188,9 +188,9 @@ def _begins() -> str:
             "limit",
             f"{code.co_filename}:{code.co_firstlineno}",
             f"{_name(code)} was compiled {value} times, the torch._dynamo.config.{limit}. Calls"
-            f" that none of its graphs fits{_called_from()} run without a budget from here on."
-            " Mark the sizes that vary with torch._dynamo.mark_dynamic or pass dynamic=True; what"
-            " else it is compiled again for, TORCH_LOGS=recompiles says. Or raise the limit",
+            f" that none of its graphs fits{_called_from()} run without a budget from here on. Mark"
+            " the sizes that vary with torch._dynamo.mark_dynamic, or pass dynamic=True;"
+            " TORCH_LOGS=recompiles says what else it is compiled again for. Or raise the limit",
         )
     return ""
 

@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch import fx
 
+from dtrcompile.passes.declared import declaration
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.sizes import present_sizes
 from dtrcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOverload
@@ -104,6 +105,30 @@ _PURE_HIGHER_ORDER = frozenset({torch.ops.higher_order.flex_attention})
 
 _COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "symm_mem"})
 _PURE_NAMESPACES = frozenset({"aten", "prims", "inductor", "quantized_decomposed"})
+# PyTorch's other operators.
+_OWN_NAMESPACES = (
+    _PURE_NAMESPACES
+    | _COLLECTIVE_NAMESPACES
+    | {
+        "_inductor_test",
+        "_quantized",
+        "ao",
+        "debugprims",
+        "export",
+        "fsdp",
+        "higher_order",
+        "mkl",
+        "mkldnn",
+        "mkldnn_prepacked",
+        "onednn",
+        "prim",
+        "profiler",
+        "quantized",
+        "rngprims",
+        "sparse",
+        "streams",
+    }
+)
 
 
 def packet(node: fx.Node) -> object:
@@ -274,14 +299,26 @@ def why_not_recomputable(node: fx.Node) -> str | None:
         return "it writes into an argument"
     if draws_random_numbers(node):
         return "it draws random numbers without a saved seed"
-    if target.namespace not in _PURE_NAMESPACES:
-        return f"custom operator {target} is not known to be pure"
     if not target._schema.returns:
         return "it is run for its effect"
+    if target.namespace not in _PURE_NAMESPACES and not _is_declared_pure(target):
+        return (
+            f"custom operator {target} is not known to be pure; dtrcompile.declare_operator says so"
+        )
     policy = node.meta.get("recompute")
     if policy is not None and getattr(policy, "name", "") == "MUST_SAVE":
         return "the user's checkpoint policy says that it must be saved"
     return None
+
+
+def _is_declared_pure(target: OpOverload) -> bool:
+    declared = declaration(target._schema.name)
+    return declared is not None and declared.is_pure
+
+
+def is_custom(target: object) -> bool:
+    """Whether an operator is not one of PyTorch's."""
+    return isinstance(target, OpOverload) and target.namespace not in _OWN_NAMESPACES
 
 
 def hint(size: int | torch.SymInt, unbacked: int = 0) -> int:

@@ -18,8 +18,8 @@ from dtrcompile.passes.nodes import expression, hint
 from dtrcompile.passes.peak_formula import Measurable, Moment, Moments, Term
 from dtrcompile.passes.schedule import Allocation, Ledger
 from dtrcompile.passes.sizes import Sizes, at_sizes
-from dtrcompile.passes.torch_private import FakeTensorMode, OpOverload
-from dtrcompile.passes.workspaces import is_measurable, workspace_bytes
+from dtrcompile.passes.torch_private import FakeTensorMode
+from dtrcompile.passes.workspaces import may_hold_workspace, workspace_bytes
 
 
 @dataclass
@@ -82,7 +82,7 @@ class FormulaLedger(Ledger):
         result: object,
         label: str,
     ) -> None:
-        if not isinstance(func, OpOverload) or not is_measurable(func, args):
+        if not may_hold_workspace(func, args):
             return
         form = pytree.tree_map(_form, (tuple(args), dict(kwargs), result))
 

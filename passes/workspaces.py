@@ -3,9 +3,11 @@
 oneDNN's reordered copies, cuDNN's scratch space and sort buffers are in no graph.  A call's
 workspace is what its allocator peak exceeds inputs and outputs by; it depends on the library, the
 shapes and the layouts, so it is measured on the device with inputs of that form, and remembered for
-the life of the process.  Calls of other libraries than torch's own, and calls that draw random
-numbers, are not run; they count as having none.  Fused attention is run all the same, and the
-random state is as before.
+the life of the process.  Calls that draw random numbers are not run; they count as having none.
+Fused attention is run all the same, and the random state is as before.
+
+Operators of others than torch are run too, on zeros, unless what they hold was declared
+(`passes.declared`).  Where one cannot be run, `unknown_workspaces` says so.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
-from dtrcompile.passes.nodes import extent_bytes, hint
+from dtrcompile.passes.declared import declaration
+from dtrcompile.passes.nodes import extent_bytes, hint, is_custom
 from dtrcompile.passes.torch_private import (
     ExperimentalConfig,
     OpOverload,
@@ -35,7 +39,10 @@ from dtrcompile.passes.torch_private import (
 log = logging.getLogger("dtrcompile.workspaces")
 
 _CACHE: dict[object, int] = {}
+# Custom operators that could not be run -> why.
+_UNKNOWN: dict[str, str] = {}
 _LOCK = threading.Lock()
+_REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
 _SETTINGS = ExperimentalConfig()
 
 # These allocate exactly what they return.
@@ -66,7 +73,13 @@ def workspace_bytes(
             tensor all the same (a convolution's weight gradient, which on a CPU comes with the
             bias's), nobody will count it, so it is part of the workspace.
     """
-    if not isinstance(func, OpOverload) or not is_measurable(func, args):
+    if not isinstance(func, OpOverload):
+        return 0
+    declared = declaration(func._schema.name)
+    if declared is not None and declared.workspace_bytes is not None:
+        size_bytes = declared.workspace_bytes
+        return size_bytes if isinstance(size_bytes, int) else int(size_bytes(*args, **kwargs))
+    if not _is_measurable(func, args):
         return 0
     signature = (
         str(func),
@@ -79,7 +92,27 @@ def workspace_bytes(
         return _CACHE[key]
 
 
-def is_measurable(func: OpOverload, args: Sequence[object]) -> bool:
+def unknown_workspaces(graphs: Iterable[fx.GraphModule]) -> dict[str, str]:
+    """Operators in ``graphs`` of which it is not known what they hold inside, and why."""
+    with _LOCK:
+        names = {str(n.target) for g in graphs for n in g.graph.nodes if n.op == "call_function"}
+        return {name: why for name, why in _UNKNOWN.items() if name in names}
+
+
+def may_hold_workspace(func: object, args: Sequence[object]) -> bool:
+    """Whether `workspace_bytes` can be other than 0 for arguments of some sizes."""
+    if not isinstance(func, OpOverload):
+        return False
+    declared = declaration(func._schema.name)
+    if declared is not None and declared.workspace_bytes is not None:
+        return True
+    return _is_measurable(func, args)
+
+
+def _is_measurable(func: OpOverload, args: Sequence[object]) -> bool:
+    if is_custom(func):
+        # One that returns nothing is run for what it does.
+        return bool(func._schema.returns) and not _is_random(func)
     if func.namespace != "aten" or func._schema.name in _EXACT:
         return False
     if func._schema.name in _PRODUCTS:
@@ -168,7 +201,12 @@ def _measure_here(
 
             call()  # the first call may set up what later ones reuse
             size_bytes = _cuda_extra(call) if is_on_cuda else _cpu_extra(call)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+        except Exception as error:
+            if is_custom(func):  # whose code may raise anything
+                _UNKNOWN[str(func)] = f"{type(error).__name__}: {error}"
+                return 0
+            if not isinstance(error, _REFUSALS):
+                raise
             size_bytes = _bound(args, traced)
             log.warning("workspace of %s not measured (%s); assuming %d", func, error, size_bytes)
     log.debug("workspace of %s: %d bytes", func, size_bytes)
@@ -178,7 +216,7 @@ def _measure_here(
 def _same_random_state(
     func: OpOverload, is_on_cuda: bool
 ) -> contextlib.AbstractContextManager[Any]:
-    if not _is_random(func):
+    if not _is_random(func) and not is_custom(func):
         return contextlib.nullcontext()
     devices = [torch.cuda.current_device()] if is_on_cuda else []
     return torch.random.fork_rng(devices=devices)
