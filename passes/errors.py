@@ -136,6 +136,26 @@ class TimeLimitError(InfeasibleBudgetError):
         return _rebuild_time_limit, (self.budget_bytes, self.time_limit_s)
 
 
+class UnknownOptimizerError(DTRError):
+    """What an optimizer's ``step`` holds cannot be counted.
+
+    Attributes:
+        optimizer: its class.
+        reason: why not.
+    """
+
+    def __init__(self, optimizer: str, reason: str) -> None:
+        self.optimizer, self.reason = optimizer, reason
+        super().__init__(
+            f"what {optimizer} holds is not known, because its step cannot be run on tensors"
+            f" without data ({reason}). Leave it out of the options, and set its state and its"
+            " temporaries aside yourself: options={'reserve': '2GiB'}."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return UnknownOptimizerError, (self.optimizer, self.reason)
+
+
 class MissingExtraError(DTRError):
     """An optional dependency is not installed."""
 

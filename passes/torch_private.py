@@ -59,6 +59,9 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 # --- what the allocator counts --------------------------------------------------------------------
 from torch.cuda.memory import _snapshot as allocator_snapshot
 
+# --- what an optimizer's step holds ---------------------------------------------------------------
+from torch.optim import optimizer as optimizer_module
+
 # --- Inductor: lowering, scheduling, compilation ------------------------------------------------
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config

@@ -81,6 +81,13 @@ def workspace_bytes(
         return size_bytes if isinstance(size_bytes, int) else int(size_bytes(*args, **kwargs))
     if not _is_measurable(func, args):
         return 0
+    return measured_workspace_bytes(func, args, kwargs, result)
+
+
+def measured_workspace_bytes(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
+) -> int:
+    """`workspace_bytes` of any operator: also of one that holds a few bytes at most."""
     signature = (
         str(func),
         pytree.tree_map(_form, (tuple(args), tuple(sorted(kwargs.items())))),
