@@ -14,13 +14,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from dtrcompile.beside import Beside
 from dtrcompile.ledger import Ledger, ledger_of, more_graphs_follow
 from dtrcompile.options import Options, defaults_used, forget_defaults_used
 from dtrcompile.outside import forget, graph_break, listen
 from dtrcompile.passes.allocators import EXACT, allocator_of
 from dtrcompile.passes.capture import Captured, capture, output_arguments
 from dtrcompile.passes.costs import make_cost_model
-from dtrcompile.passes.errors import OptionError, VerificationError, format_bytes
+from dtrcompile.passes.errors import (
+    InfeasibleBudgetError,
+    OptionError,
+    VerificationError,
+    format_bytes,
+)
 from dtrcompile.passes.executor import EagerExecutor, Predicted
 from dtrcompile.passes.guards import noting_guards
 from dtrcompile.passes.inductor import (
@@ -71,7 +77,7 @@ from dtrcompile.passes.torch_private import (
 )
 from dtrcompile.passes.wishes import tag_scopes
 from dtrcompile.passes.workspaces import unknown_workspaces
-from dtrcompile.planned import Assignment, Code, Planned
+from dtrcompile.planned import Assignment, Code, Planned, around_bytes
 from dtrcompile.probe import ProbedPlan, is_probing
 from dtrcompile.report import CompileReport, add_report, next_graph_index
 from dtrcompile.shared_graph import SharedGraph
@@ -105,6 +111,7 @@ def dtr(
     Raises:
         OptionError: for an unknown or unusable option.
         InfeasibleBudgetError: if no plan stays within the budget; names the smallest that does.
+        UnknownOptimizerError: if an optimizer is to be counted and cannot.
     """
     if mode is not None and (options is None or isinstance(options, Mapping)):
         inductor = (options or {}).get("inductor") or {}
@@ -125,7 +132,9 @@ def compile_graph(
         unroll_recurrent(gm)
     ledger = Ledger(options) if is_probing() else ledger_of(options)
     symbols = Symbols.of_graph(gm)
-    step_peak = ledger.step_peaks.of(_parameters(gm))
+    parameters = _parameters(gm)
+    step_peak = ledger.step_peaks.of(parameters)
+    ledger.surroundings.see(parameters, _device_of(parameters, example_inputs), options)
     source = _Source(gm, example_inputs, options, symbols, step_peak, graph_break(gm))
     return SharedGraph(
         ledger,
@@ -134,6 +143,7 @@ def compile_graph(
         graph=source.graph,
         symbols=symbols,
         step_peak=step_peak,
+        parameters=parameters,
     )
 
 
@@ -146,6 +156,13 @@ def _reset() -> None:
 dtr.reset = _reset  # type: ignore[attr-defined]
 # From here on, because a model that Dynamo does not compile at all does not reach the backend.
 listen()
+
+
+def _device_of(parameters: Iterable[torch.Tensor], inputs: Iterable[object]) -> torch.device:
+    for tensor in (*parameters, *inputs):
+        if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return torch.device("cpu")
 
 
 def _parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
@@ -212,7 +229,14 @@ class _Source:
         if assignment.number in self.sessions:
             self.sessions[assignment.number].is_replaced = True
         self.sessions[assignment.number] = session
-        return Code(function, session.planned, session.restore, session.assignment, tuple(guards))
+        return Code(
+            function,
+            session.planned,
+            session.restore,
+            session.tell,
+            session.assignment,
+            tuple(guards),
+        )
 
     def _compile(self, session: _Session) -> Callable[..., Any]:
         compiler = _compile_eager if self.options.compiler == "eager" else _compile_inductor
@@ -271,6 +295,7 @@ class _Session:
         capture_s: seconds spent on the capture.
         is_over: what was compiled on a guess holds more than the budget.
         is_replaced: the graph was compiled again since, so its report is another's.
+        around_bytes: of a training step, what is there when an optimizer steps.
     """
 
     options: Options
@@ -286,6 +311,7 @@ class _Session:
     wrappers: list[Wrapper] = field(default_factory=list)
     is_over: bool = False
     is_replaced: bool = False
+    around_bytes: int = 0
     _planned: tuple[Outcome, Planned] | None = None
 
     def planned(self) -> Planned | None:
@@ -301,12 +327,39 @@ class _Session:
         """What to keep to, where the default split holds ``baseline``."""
         trains = baseline.backward_peak_bytes > 0
         waits = self.step_peak.has_to_wait(self.options, trains=trains)
+        if trains:
+            self.step_peak.around_bytes = max(self.step_peak.around_bytes, self.around_bytes)
         budget_bytes = self.step_peak.budget_bytes(
-            self.options, baseline.peak_bytes, self.available_bytes, trains=trains
+            self.options,
+            baseline.peak_bytes,
+            self.available_bytes,
+            trains=trains,
+            beside=self.assignment.beside,
         )
         return self.assignment.terms(
             baseline, budget_bytes, waits=waits and self.assignment.budget_bytes is None
         )
+
+    def check_optimizer_step(self, budget_bytes: int | None) -> None:
+        """Hold what is there inside of ``optimizer.step()`` to the budget too.
+
+        Raises:
+            InfeasibleBudgetError: which names what it needs.
+        """
+        if budget_bytes is None or self.options.is_whole_peak or not self.around_bytes:
+            return
+        refusal = self.assignment.beside.refusal(budget_bytes, self.around_bytes)
+        if refusal is not None:
+            raise refusal
+
+    def tell(self, assignment: Assignment) -> None:
+        """More lies beside it than it was compiled for, and it stays as it is."""
+        if self.outcome is None or self.is_replaced:
+            return
+        self.assignment = replace(self.assignment, rest=assignment.rest, beside=assignment.beside)
+        rest = replace(self.outcome.rest, outside_bytes=assignment.rest.outside_bytes)
+        self.outcome = replace(self.outcome, rest=rest)
+        _report(self)
 
     def learn(self, baseline: Measured, *, is_guess: bool) -> None:
         """What was compiled on a guess is known now.
@@ -414,15 +467,23 @@ def _plan_here(
     model: MemoryModel = (
         InductorModel(is_checked_later=session.may_guess) if is_inductor else RefereeModel()
     )
-    session.available_bytes = _available_bytes(captured)
-    outcome = session.outcome = fit(
-        captured,
-        planner,
-        session.terms,
-        model,
-        is_whole_peak=options.is_whole_peak,
-        always_emit=not is_inductor,
-    )
+    session.available_bytes = _available_bytes(captured, session.assignment.beside)
+    if backward is not None:
+        session.around_bytes = around_bytes(captured.program)
+    try:
+        outcome = session.outcome = fit(
+            captured,
+            planner,
+            session.terms,
+            model,
+            is_whole_peak=options.is_whole_peak,
+            always_emit=not is_inductor,
+        )
+    except InfeasibleBudgetError as refusal:
+        if refusal.minimum_bytes is not None:  # of the two minima, the larger one
+            session.check_optimizer_step(refusal.minimum_bytes)
+        raise
+    session.check_optimizer_step(outcome.budget_bytes)
     if is_probing():
         raise ProbedPlan(outcome)
     if not outcome.is_guess:  # else when forward is compiled and known
@@ -439,7 +500,7 @@ def _device(gm: fx.GraphModule) -> torch.device:
     return torch.device("cpu")
 
 
-def _available_bytes(captured: Captured) -> int | None:
+def _available_bytes(captured: Captured, beside: Beside) -> int | None:
     """What ``"auto"`` may take: free memory, this process's cache, and what the graphs hold."""
     device = device_of(captured)
     if device.type != "cuda":
@@ -448,7 +509,7 @@ def _available_bytes(captured: Captured) -> int | None:
     cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     totals = constant_bytes(captured)
     held_bytes = totals[StorageKind.PARAMETER] + totals[StorageKind.INPUT]
-    return int(free_bytes + cached_bytes + held_bytes)
+    return int(free_bytes + cached_bytes + held_bytes + beside.present_bytes)
 
 
 def _report(session: _Session) -> None:
@@ -456,6 +517,7 @@ def _report(session: _Session) -> None:
         return
     outcome, options = session.outcome, session.options
     assert outcome is not None
+    beside, around = session.assignment.beside, session.around_bytes
     captured = outcome.captured
     chosen = outcome.chosen
     guess = "ample budget: peaks are estimates until backward has run" if outcome.is_guess else ""
@@ -490,6 +552,9 @@ def _report(session: _Session) -> None:
             planning_s=session.capture_s + outcome.planning_s,
             lowering_s=outcome.lowering_s,
             outside_bytes=outcome.rest.outside_bytes,
+            beside=beside.resident,
+            optimizer_step_bytes=beside.in_step_bytes(around) if around else 0,
+            first_optimizer_step_bytes=beside.in_first_step_bytes(around) if around else 0,
             notes=tuple(
                 note
                 for note in (
@@ -499,6 +564,7 @@ def _report(session: _Session) -> None:
                     unsplit,
                     session.note,
                     *_unknown_workspaces(captured),
+                    *beside.notes,
                 )
                 if note
             ),

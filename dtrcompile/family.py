@@ -290,6 +290,13 @@ class Family:
 
     def _compile(self, target: Values, values: Values) -> Code:
         planned_for = [self._planned_for(code) for code in self.codes.values()]
+        if not self.symbols:
+            log.warning(
+                "compiling the graph once more: it has less room than it was planned for, because"
+                " of what lies beside it (gradients in .grad, an optimizer)"
+            )
+            self.compiled += 1
+            return self.compile_for(target, self._free_number())
         log.warning(
             "compiling the graph once more, for %s: its plan(s) for %s do not suit a call at %s",
             self.symbols.sizes(target),

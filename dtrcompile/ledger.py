@@ -20,15 +20,19 @@ at.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+from dtrcompile.beside import NOTHING_BESIDE, Beside, Surroundings, before_steps
 from dtrcompile.options import BudgetKind, Options
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.sharing import Rest
@@ -36,6 +40,8 @@ from dtrcompile.planned import Assignment, is_small
 from dtrcompile.shared_graph import SharedGraph
 from dtrcompile.step_peak import StepPeaks
 from dtrcompile.training_step import Call, Step
+
+log = logging.getLogger("dtrcompile")
 
 _SEVERAL_GRAPHS = (
     "Or pass options={'several_graphs': True}: an earlier graph of this step was compiled as if it"
@@ -50,6 +56,7 @@ class Ledger:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.surroundings = Surroundings(options)
         self.lock = threading.RLock()
         self.graphs: list[weakref.ref[SharedGraph]] = []
         self.calls: list[Call] = []
@@ -57,19 +64,29 @@ class Ledger:
         self.is_partial = False  # the step being observed had begun before
         self.surprises = 0
         self.step_peaks = StepPeaks()
+        self.together: dict[int, set[int]] = {}  # graphs by serial, of one step
+        self.most_kept_bytes = 0  # gradients in ``.grad`` that the user was told of
+        if options.counts_optimizers:
+            before_steps(weakref.ref(self), Ledger.before_optimizer_step)
 
     # While the first step runs
 
     def first_assignment(
-        self, more_follow: bool, of_graph: SharedGraph | None = None
+        self,
+        more_follow: bool,
+        of_graph: SharedGraph | None = None,
+        beside: Beside = NOTHING_BESIDE,
     ) -> Assignment:
         """For a graph that is compiled now, while others may wait for their backward.
 
         Args:
             of_graph: where it was compiled before; then it may itself be among those that wait.
+            beside: what no graph holds.
         """
         if self.options.is_whole_peak:
-            return Assignment()  # the whole peak of the step: every graph may have its own
+            return Assignment(
+                beside=beside
+            )  # the whole peak of the step: every graph may have its own
         waiting = self.waiting_calls()
         outside = 0
         for graph in self._alive():
@@ -80,13 +97,16 @@ class Ledger:
         budget = self.options.budget
         if budget.kind is BudgetKind.SHARE and (waiting or more_follow):
             note = "one of several graphs of the step: as small as can be until all are known"
-            return Assignment(more_follow=more_follow, is_share_of_unknown=True, note=note)
+            return Assignment(
+                more_follow=more_follow, is_share_of_unknown=True, note=note, beside=beside
+            )
         note = ""
         if waiting:
             note = f"{waiting} earlier graph(s) of the step hold {format_bytes(outside)}"
         if more_follow:
             note = f"{note}; more graphs follow".lstrip("; ")
-        return Assignment(rest=Rest(outside_bytes=outside), more_follow=more_follow, note=note)
+        rest = Rest(outside_bytes=outside + beside.resident_bytes)
+        return Assignment(rest=rest, more_follow=more_follow, note=note, beside=beside)
 
     def add(self, graph: SharedGraph) -> None:
         """A graph was compiled."""
@@ -145,6 +165,8 @@ class Ledger:
             if self.observing or not holding <= graph.foreseen:
                 self.drop_done()
                 holding = self.holding_calls()
+            if holding:
+                self.note_together(graph, holding)
             if not holding <= graph.foreseen:
                 self.surprise(graph)
             return holding
@@ -157,7 +179,8 @@ class Ledger:
             return
         self.observing = False
         try:
-            step = Step(calls, self.options)
+            kept_bytes = max((c.graph.kept_bytes for c in calls), default=0)
+            step = Step(calls, self.options, self.surroundings.current.with_kept(kept_bytes))
             if not step.is_known_well_enough():
                 step.compile()
         except InfeasibleBudgetError as refusal:
@@ -181,13 +204,14 @@ class Ledger:
             return
         if None in graph.waiting.values():
             return  # a checkpointed region has to be computed again by the code that it ran with
-        assignment = self.first_assignment(more_follow=True, of_graph=graph)
+        assignment = self.first_assignment(True, graph, graph.beside())
         chosen, outside_bytes = planned.chosen, assignment.rest.outside_bytes
         budget_bytes = None
         if not assignment.is_share_of_unknown:
-            budget_bytes = self.options.resolve_budget_bytes(
-                planned.baseline.peak_bytes, planned.available_bytes
+            whole_bytes = assignment.beside.whole_bytes(
+                planned.baseline.peak_bytes, planned.around_bytes
             )
+            budget_bytes = self.options.resolve_budget_bytes(whole_bytes, planned.available_bytes)
         own_bytes = chosen.peak_bytes - chosen.constant_bytes
         with self.advising():
             if not planned.saves_least and not is_small(own_bytes, budget_bytes, outside_bytes):
@@ -196,6 +220,80 @@ class Ledger:
                 raise InfeasibleBudgetError(
                     budget_bytes, minimum_bytes=outside_bytes + chosen.peak_bytes
                 )
+
+    def look_beside(self, graph: SharedGraph, kept_bytes: int) -> None:
+        """What lies beside ``graph`` changed; its budget holds all the same, before it runs.
+
+        Args:
+            kept_bytes: gradients that its own parameters have.
+
+        Raises:
+            InfeasibleBudgetError: if it cannot.
+        """
+        with self.lock:
+            graph.kept.last_bytes = kept_bytes
+            graph.changes = self.surroundings.changes
+            graph.kept_bytes = kept_bytes and max(
+                kept_bytes, self.surroundings.kept_bytes(self.parameters_beside(graph))
+            )
+            before, beside = graph.assignment.beside, graph.beside()
+            more_bytes = beside.resident_bytes - before.resident_bytes
+            if self.options.is_whole_peak:
+                more_bytes = 0  # whatever a step holds
+            rest = graph.assignment.rest
+            rest = replace(rest, outside_bytes=rest.outside_bytes + more_bytes)
+            graph.assignment = replace(graph.assignment, rest=rest, beside=beside)
+            if beside == before or graph.planned is None:
+                return
+            if graph.kept_bytes > self.most_kept_bytes:
+                self.most_kept_bytes = graph.kept_bytes
+                is_held = graph.own_bytes(graph.planned) is not None
+                log.warning(
+                    "%s of gradients from an earlier backward are still in .grad while another step"
+                    " runs: %s. If they are not meant to be added up, call"
+                    " optimizer.zero_grad(set_to_none=True) before each step.",
+                    format_bytes(graph.kept_bytes),
+                    "they come off the budget" if is_held else "it holds as much more",
+                )
+            graph.family.reconsider()
+            graph.has_to_choose = True
+
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that was made late, or given more to do, is counted before it steps.
+
+        Raises:
+            InfeasibleBudgetError: if its step does not fit; graphs make room when they are called.
+        """
+        with self.lock:
+            if not self.surroundings.is_news(optimizer):
+                return
+            self.surroundings.look()
+            for graph in self._alive():
+                planned = graph.planned
+                if planned is None or not planned.trains or self.options.is_whole_peak:
+                    continue
+                own_bytes = graph.own_bytes(planned)
+                if own_bytes is None or graph.assignment.is_share_of_unknown:
+                    continue
+                budget_bytes = own_bytes + graph.assignment.rest.outside_bytes
+                refusal = self.surroundings.current.refusal(budget_bytes, planned.around_bytes)
+                if refusal is not None:
+                    raise refusal
+
+    def parameters_beside(self, graph: SharedGraph) -> list[torch.Tensor]:
+        """Parameters of a graph, and of those that were seen in one step with it."""
+        serials = self.together.get(graph.serial, {graph.serial})
+        alive = [g for g in self._alive() if g is not graph and g.serial in serials]
+        return [p for g in [graph, *alive] for p in g.kept.parameters()]
+
+    def note_together(self, graph: SharedGraph, holding: Counter[int]) -> None:
+        """Graphs that wait for their backward at one time are of one step."""
+        mine = self.together.setdefault(graph.serial, {graph.serial})
+        for serial in holding:
+            if serial not in mine:
+                mine |= self.together.get(serial, {serial})
+                for member in mine:
+                    self.together[member] = mine
 
     @contextmanager
     def advising(self) -> Iterator[None]:

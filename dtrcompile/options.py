@@ -4,7 +4,8 @@
 
 1. the ``options`` mapping given to ``torch.compile``;
 2. `set_defaults`, for scripts that choose the backend but cannot pass options;
-3. the environment variable ``DTRCOMPILE_BUDGET`` (the budget only);
+3. environment variables, one for each option that a text can give: ``DTRCOMPILE_BUDGET``,
+   ``DTRCOMPILE_SEVERAL_GRAPHS`` and so on (`variable_of`);
 4. the built-in defaults of `Options`.
 
 Everything is checked here, before any graph is captured, so that a typing mistake costs no compile.
@@ -14,13 +15,16 @@ This module imports neither torch nor the planners until a name has to be checke
 from __future__ import annotations
 
 import enum
+import json
 import logging
 import math
 import numbers
 import os
 import re
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any, TypeAlias
 
@@ -28,7 +32,10 @@ from dtrcompile.passes.errors import OptionError, format_bytes
 
 log = logging.getLogger("dtrcompile")
 
-BUDGET_VARIABLE = "DTRCOMPILE_BUDGET"
+_PREFIX = "DTRCOMPILE_"
+BUDGET_VARIABLE = f"{_PREFIX}BUDGET"
+# Options that no text can give.
+_OBJECTS = ("optimizer",)
 
 COST_MODELS = ("roofline", "measured")
 COMPILERS = ("inductor", "eager")
@@ -63,12 +70,13 @@ _FORMS = (
 
 
 class BudgetKind(enum.Enum):
-    """How an amount of memory was given."""
+    """How an amount of memory was given; `OPTIMIZER` is a reserve's: what optimizers hold."""
 
     BYTES = "bytes"
     SHARE = "share"
     MIN = "min"
     AUTO = "auto"
+    OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,8 @@ class Budget:
                 return math.floor(self.share * baseline_peak_bytes)
             case BudgetKind.MIN:
                 return None
+            case BudgetKind.OPTIMIZER:
+                return 0  # what it comes to is known where the optimizers are (`beside`)
             case BudgetKind.AUTO:
                 if available_bytes is None:
                     raise OptionError(
@@ -158,14 +168,15 @@ _ZERO = Budget(BudgetKind.BYTES, 0, text="0")
 _AUTO = Budget(BudgetKind.AUTO, text="auto")
 
 
-def _parse_reserve(value: object) -> Budget:
-    what = "option 'reserve'"
+def _parse_reserve(value: object, what: str) -> Budget:
+    if isinstance(value, str) and value.strip().lower() == "optimizer":
+        return Budget(BudgetKind.OPTIMIZER, text="optimizer")
     reserve = _parse_amount(value, what)
     if reserve.kind in (BudgetKind.MIN, BudgetKind.AUTO):
         raise OptionError(
             f"{what} must be an amount, not {_show(value)}: it is subtracted from the budget."
-            " Give an int (bytes, 0 for none), a string such as '2GiB' or '10%', or a share of the"
-            " unbudgeted peak in [0, 1]."
+            " Give an int (bytes, 0 for none), a string such as '2GiB' or '10%', a share of the"
+            " unbudgeted peak in [0, 1], or 'optimizer' (what the optimizers of the model hold)."
         )
     if reserve.size_bytes < 0 or reserve.share < 0:
         raise OptionError(f"{what} must not be negative: {_show(value)}. Give 0 for none.")
@@ -259,14 +270,52 @@ class _FrozenDict:
 FrozenMapping: TypeAlias = tuple[tuple[str, Any], ...]
 
 
+class ObjectsBeside:
+    """Optimizers, and modules such as an average of the weights, that live beside the graphs.
+
+    They are not kept alive, and are no part of a cache key: what they come to in bytes is.
+    """
+
+    __slots__ = ("_references",)
+
+    def __init__(self, objects: Iterable[Any] = ()) -> None:
+        self._references = tuple(weakref.ref(o) for o in objects)
+
+    def alive(self) -> list[Any]:
+        """Those that still exist."""
+        return [o for reference in self._references if (o := reference()) is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._references)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectsBeside) and self._references == other._references
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self._references)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ObjectsBeside, ()  # for cache keys; another process has other objects
+
+    def uuid(self) -> str:
+        """Graphs that are told of optimizers share one ledger, and know of all of them."""
+        return "given" if self else "none"
+
+
+_NOTHING_BESIDE = ObjectsBeside()
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Every option, checked.  Made by `parse`.
 
     Attributes:
         budget: the most bytes that one step may hold; see ``docs/memory-model.md``.
-        reserve: taken off the budget, for what the graphs cannot see (optimizer state, another
-            model); zero by default.
+        reserve: taken off the budget, for what the graphs cannot see (another model, a buffer of
+            gradients); zero by default.  Of kind `BudgetKind.OPTIMIZER`: as ``optimizer``, with the
+            optimizers of the model's parameters, which are looked for.
+        optimizer: optimizers, and averages of the weights: what they hold is counted, and the
+            budget is one for the whole step, ``optimizer.step()`` included.
         planner: a name in `dtrcompile.passes.planners.PLANNERS`, or ``"auto"``.
         heuristic: a name in `dtrcompile.passes.heuristics.HEURISTICS`; None lets the planner
             choose.
@@ -287,6 +336,7 @@ class Options:
 
     budget: Budget = _AUTO
     reserve: Budget = _ZERO
+    optimizer: ObjectsBeside = _NOTHING_BESIDE
     planner: str = "auto"
     heuristic: str | None = None
     planning_s: float | None = None
@@ -304,12 +354,18 @@ class Options:
         Raises:
             OptionError: for an unknown name (the nearest is suggested) or an unusable value.
         """
-        values = _checked(options)
-        defaults = _defaults.values
-        merged = {**defaults, **values}
-        if "budget" not in merged and (text := os.environ.get(BUDGET_VARIABLE, "").strip()):
-            merged["budget"] = Budget.parse(text, what=f"environment variable {BUDGET_VARIABLE}")
-        return Options(**merged)
+        given = {**_defaults.values, **_checked(options)}
+        return Options(**{**_from_environment(without=given), **given})
+
+    @property
+    def counts_optimizers(self) -> bool:
+        """Whether the budget is one for the whole step, ``optimizer.step()`` included."""
+        return bool(self.optimizer) or self.finds_optimizers
+
+    @property
+    def finds_optimizers(self) -> bool:
+        """Whether the optimizers of the model's parameters are to be looked for."""
+        return self.reserve.kind is BudgetKind.OPTIMIZER
 
     def resolve_budget_bytes(
         self, baseline_peak_bytes: int, available_bytes: int | None = None
@@ -455,52 +511,142 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"option names must be strings, not {_show(name)} of type {type(name).__name__}."
                 f" Allowed: {', '.join(sorted(names))}."
             )
-        match name:
-            case "budget":
-                values[name] = Budget.parse(value)
-            case "reserve":
-                values[name] = _parse_reserve(value)
-            case "planner":
-                values[name] = _parse_name(value, name, _planner_names())
-            case "heuristic":
-                values[name] = (
-                    None if value is None else _parse_name(value, name, _heuristic_names())
-                )
-            case "planning_s":
-                values[name] = None if value is None else _parse_seconds(value, name)
-            case "cost_model":
-                values[name] = _parse_name(value, name, COST_MODELS)
-            case "compiler":
-                values[name] = _parse_name(value, name, COMPILERS)
-            case "inductor":
-                values[name] = _parse_inductor(value)
-            case "verify" | "several_graphs":
-                if not isinstance(value, bool):
-                    raise OptionError(
-                        f"option {name!r} must be True or False, not {_show(value)}"
-                        f" of type {type(value).__name__}."
-                    )
-                values[name] = value
-            case "most_plans":
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                    raise OptionError(
-                        f"option {name!r} must be a whole number, 1 or more, not {_show(value)}"
-                        f" of type {type(value).__name__}."
-                    )
-                values[name] = value
-            case _:
-                raise OptionError.unknown("option", name, names)
+        if name not in names:
+            raise OptionError.unknown("option", name, names)
+        values[name] = _parsed(name, value, f"option {name!r}")
     return values
 
 
-def _parse_seconds(value: object, name: str) -> float:
+def variable_of(option: str) -> str:
+    """The environment variable of an option."""
+    return _PREFIX + option.upper()
+
+
+def _from_environment(without: Iterable[str]) -> dict[str, Any]:
+    """Options that environment variables give, but for those that are given otherwise.
+
+    Raises:
+        OptionError: for an unusable value, or a name that looks like a misspelt one.
+    """
+    options = {variable_of(f.name): f.name for f in fields(Options) if f.name not in _OBJECTS}
+    values: dict[str, Any] = {}
+    for variable, given in os.environ.items():
+        text = given.strip()
+        if not variable.startswith(_PREFIX) or not text:
+            continue
+        option = options.get(variable)
+        if option is None:
+            near = get_close_matches(variable, options, n=1, cutoff=0.9)
+            if near:
+                raise OptionError(
+                    f"environment variable {variable} is not one of an option. Did you mean"
+                    f" {near[0]}?"
+                )
+        elif option not in without:
+            what = f"environment variable {variable}"
+            values[option] = _parsed(option, _value_of(option, text, what), what)
+    return values
+
+
+def _value_of(option: str, text: str, what: str) -> object:
+    """What a text stands for, as it would be given in Python."""
+    match option:
+        case "verify" | "several_graphs":
+            words = {"1": True, "true": True, "yes": True, "on": True}
+            words |= {"0": False, "false": False, "no": False, "off": False}
+            if text.lower() not in words:
+                raise OptionError(f"{what} must be one of {', '.join(words)}, not {text!r}.")
+            return words[text.lower()]
+        case "planning_s":
+            try:
+                return float(text)
+            except ValueError:
+                raise OptionError(f"{what} must be a number of seconds, not {text!r}.") from None
+        case "most_plans":
+            try:
+                return int(text)
+            except ValueError:
+                raise OptionError(f"{what} must be a whole number, not {text!r}.") from None
+        case "inductor":
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError as error:
+                raise OptionError(
+                    f'{what} must be a JSON object, such as {{"max_autotune": true}}, not'
+                    f" {_show(text)} ({error})."
+                ) from None
+        case _:
+            return text
+
+
+def _parsed(name: str, value: Any, what: str) -> Any:
+    """The value of an option, as its field holds it.
+
+    Args:
+        what: how messages call it.
+    """
+    match name:
+        case "budget":
+            return Budget.parse(value, what=what)
+        case "reserve":
+            return _parse_reserve(value, what)
+        case "optimizer":
+            return _parse_objects(value, what)
+        case "planner":
+            return _parse_name(value, name, what, _planner_names())
+        case "heuristic":
+            return None if value is None else _parse_name(value, name, what, _heuristic_names())
+        case "planning_s":
+            return None if value is None else _parse_seconds(value, what)
+        case "cost_model":
+            return _parse_name(value, name, what, COST_MODELS)
+        case "compiler":
+            return _parse_name(value, name, what, COMPILERS)
+        case "inductor":
+            return _parse_inductor(value, what)
+        case "verify" | "several_graphs":
+            if not isinstance(value, bool):
+                raise OptionError(
+                    f"{what} must be True or False, not {_show(value)}"
+                    f" of type {type(value).__name__}."
+                )
+            return value
+        case "most_plans":
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(
+                    f"{what} must be a whole number, 1 or more, not {_show(value)}"
+                    f" of type {type(value).__name__}."
+                )
+            return value
+    raise AssertionError(name)
+
+
+def _parse_objects(value: object, what: str) -> ObjectsBeside:
+    if isinstance(value, ObjectsBeside):
+        return value
+    if value is None:
+        return _NOTHING_BESIDE
+    from torch import nn, optim
+
+    objects = value if isinstance(value, (list, tuple)) else (value,)
+    for item in objects:
+        if not isinstance(item, (optim.Optimizer, nn.Module)):
+            raise OptionError(
+                f"{what} must be a torch.optim.Optimizer, an nn.Module (an average of the weights),"
+                f" or a list of those, not {_show(item)} of type {type(item).__name__}. Where the"
+                " optimizer is not at hand, give reserve='optimizer', and it is looked for."
+            )
+    return ObjectsBeside(objects)
+
+
+def _parse_seconds(value: object, what: str) -> float:
     if (
         not isinstance(value, (int, float))
         or isinstance(value, bool)
         or not 0 <= value < float("inf")
     ):
         raise OptionError(
-            f"option {name!r} must be a number of seconds, 0 or more, not {_show(value)}"
+            f"{what} must be a number of seconds, 0 or more, not {_show(value)}"
             f" of type {type(value).__name__}."
         )
     return float(value)
@@ -518,20 +664,20 @@ def _heuristic_names() -> set[str]:
     return set(HEURISTICS)
 
 
-def _parse_name(value: object, option: str, allowed: Iterable[str]) -> str:
+def _parse_name(value: object, option: str, what: str, allowed: Iterable[str]) -> str:
     if isinstance(value, str) and value in allowed:
         return value
-    what = option.replace("_", " ")
+    kind = option.replace("_", " ")
     if isinstance(value, str):
-        raise OptionError.unknown(what, value, allowed)
+        is_option = what.startswith("option")
+        raise OptionError.unknown(kind if is_option else f"{kind} in {what}", value, allowed)
     raise OptionError(
-        f"option {option!r} must be the name of a {what}, not {_show(value)} of type"
+        f"{what} must be the name of a {kind}, not {_show(value)} of type"
         f" {type(value).__name__}. Allowed: {', '.join(sorted(allowed))}."
     )
 
 
-def _parse_inductor(value: object) -> FrozenMapping:
-    what = "option 'inductor'"
+def _parse_inductor(value: object, what: str) -> FrozenMapping:
     if not isinstance(value, Mapping):
         raise OptionError(
             f"{what} must be a mapping of Inductor's configuration, such as"
@@ -550,14 +696,14 @@ def _parse_inductor(value: object) -> FrozenMapping:
             " Leave it out, or use backend='inductor'."
         )
     if "mode" in value:
-        _parse_inductor_mode(value["mode"])
+        _parse_inductor_mode(value["mode"], what)
     return tuple(sorted((name, _freeze(item, f"{what}[{name!r}]")) for name, item in value.items()))
 
 
-def _parse_inductor_mode(mode: object) -> None:
+def _parse_inductor_mode(mode: object, what: str) -> None:
     if not isinstance(mode, str):
         raise OptionError(
-            f"option 'inductor' has the mode {_show(mode)} of type {type(mode).__name__}."
+            f"{what} has the mode {_show(mode)} of type {type(mode).__name__}."
             f" Allowed: {', '.join(INDUCTOR_MODES)}."
         )
     if mode not in INDUCTOR_MODES:

@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 from torch import fx
 
+from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.passes.allocators import Allocator
 from dtrcompile.passes.capture import Captured, output_arguments
 from dtrcompile.passes.measured import Measured
@@ -38,6 +39,7 @@ class Assignment:
         note: for the report.
         sizes: the values of symbolic sizes to plan for; None: those that it was traced with.
         number: which of the graph's plans this is.
+        beside: what optimizers and kept gradients hold; it is in ``rest`` too.
     """
 
     budget_bytes: int | None = None
@@ -47,6 +49,7 @@ class Assignment:
     note: str = ""
     sizes: Sizes | None = None
     number: int = 0
+    beside: Beside = NOTHING_BESIDE
 
     @property
     def is_provisional(self) -> bool:
@@ -141,6 +144,11 @@ class Planned:
         )
 
     @property
+    def around_bytes(self) -> int:
+        """Constants and results, which are there when an optimizer steps."""
+        return around_bytes(self.program)
+
+    @property
     def trains(self) -> bool:
         """Whether the graph has a backward."""
         return self.captured.backward is not None
@@ -175,6 +183,12 @@ class Planned:
         )
 
 
+def around_bytes(program: Program) -> int:
+    """Bytes of what is there before a step, and of what forward returns."""
+    results = sum(program.storages[s].size_bytes for s in program.held_from_boundary)
+    return program.constant_bytes + results
+
+
 def _parameter_gradient_bytes(captured: Captured) -> int:
     """Bytes of the gradients that stay after backward: those of parameters."""
     if captured.backward is None:
@@ -201,6 +215,7 @@ class Code:
         function: to call.
         what_is_known: tells what is known of it: more when its backward was compiled too.
         restore: makes its report the graph's again, after what was compiled since.
+        tell: changes what it was told, which made no difference to the code, in its report.
         assignment: what it was told.
         requires: conditions on the symbols, beyond those that Dynamo checks.
     """
@@ -208,6 +223,7 @@ class Code:
     function: Callable[..., Any]
     what_is_known: Callable[[], Planned | None]
     restore: Callable[[], None]
+    tell: Callable[[Assignment], None]
     assignment: Assignment
     requires: tuple[sympy.Basic, ...] = ()
     _at: dict[Sizes, tuple[Planned, Planned]] = field(default_factory=dict, repr=False)

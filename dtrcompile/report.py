@@ -45,8 +45,13 @@ class CompileReport:
         planner: what made the plan.
         planning_s: seconds spent on planning.
         lowering_s: seconds spent on looking at the compiler's schedule for the plan.
-        outside_bytes: what other graphs of the step hold beside this one; the budget is the whole
-            step's, the peaks are this graph's.
+        outside_bytes: what is there beside this graph: other graphs of the step, and ``beside``;
+            the budget is the whole step's, the peaks are this graph's.
+        beside: what no graph holds: state of optimizers, present and to come, master weights,
+            averages, kept gradients -> bytes.
+        optimizer_step_bytes: the most that is there inside of ``optimizer.step()``; 0 where no
+            optimizer is counted.
+        first_optimizer_step_bytes: the same of the next step alone, which may make the state.
         notes: what else the user should know.
         plan: number of the plan among those of its graph, where sizes are symbolic.
         sizes: the values of symbolic sizes that the plan was made for, such as ``"s0 = 512"``.
@@ -72,10 +77,21 @@ class CompileReport:
     planning_s: float = 0.0
     lowering_s: float = 0.0
     outside_bytes: int = 0
+    beside: Mapping[str, int] = field(default_factory=dict)
+    optimizer_step_bytes: int = 0
+    first_optimizer_step_bytes: int = 0
     notes: tuple[str, ...] = ()
     plan: int = 0
     sizes: str = ""
     peak_formula: str = ""
+
+    @property
+    def step_bytes(self) -> int:
+        """The most that is there in a step of this graph, beside it and in ``optimizer.step()``."""
+        return max(
+            self.promised_peak_bytes + max(self.outside_bytes, sum(self.beside.values())),
+            self.optimizer_step_bytes,
+        )
 
     @property
     def recomputed_runs(self) -> int:
@@ -87,6 +103,7 @@ class CompileReport:
         fields = asdict(self)
         fields["promised_split"] = dict(self.promised_split)
         fields["recomputed"] = dict(self.recomputed)
+        fields["beside"] = dict(self.beside)
         return json.dumps(fields)
 
     def __str__(self) -> str:
@@ -110,8 +127,14 @@ class CompileReport:
             ("recomputed", self._recomputed_text()),
             ("planner", f"{self.planner or '-'}, {self.planning_s:.2f} s"),
         ]
-        if self.outside_bytes:
-            rows.append(("other graphs hold", format_bytes(self.outside_bytes)))
+        of_graphs = self.outside_bytes - sum(self.beside.values())
+        if of_graphs > 0:
+            rows.append(("other graphs hold", format_bytes(of_graphs)))
+        if self.beside:
+            rows.append(("beside the graphs", format_bytes(sum(self.beside.values()))))
+            rows += [(f"  {name}", format_bytes(size)) for name, size in self.beside.items()]
+        if self.optimizer_step_bytes:
+            rows.append(("optimizer.step()", format_bytes(self.optimizer_step_bytes)))
         if self.lowering_s:
             rows.append(("schedule check", f"{self.lowering_s:.2f} s"))
         rows += [("note", note) for note in self.notes]

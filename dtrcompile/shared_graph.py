@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from dtrcompile.beside import Beside, KeptGradients
 from dtrcompile.family import Family, Values
 from dtrcompile.outside import called_at, look_at_backward
 from dtrcompile.passes.errors import InfeasibleBudgetError
@@ -23,6 +25,10 @@ from dtrcompile.symbols import Symbols
 if TYPE_CHECKING:
     from dtrcompile.ledger import Ledger
 
+_KEPT_GRADIENTS = (
+    "Gradients of an earlier backward that are still in .grad are a part of that: call"
+    " optimizer.zero_grad(set_to_none=True) before the step, if they are not meant to be added up."
+)
 _SERIALS = itertools.count()
 
 Compile = Callable[[Assignment], Code]
@@ -40,6 +46,7 @@ class SharedGraph:
         graph: int,
         symbols: Symbols,
         step_peak: StepPeak,
+        parameters: Iterable[nn.Parameter],
     ) -> None:
         self.ledger = ledger
         self.graph = graph
@@ -67,7 +74,15 @@ class SharedGraph:
         # Of the step that this graph is one of: it must not run over its budget later on.
         self.refusal: InfeasibleBudgetError | None = None
         self.has_run_backward = False
-        self.assignment = ledger.first_assignment(more_follow or options.several_graphs)
+        # What its parameters have in ``.grad`` when it is called, as far as it was planned for it.
+        self.kept = KeptGradients()
+        self.kept_bytes = ledger.surroundings.kept_bytes(parameters)
+        # Where it changed what lies beside the graphs, the plan has to be looked at again.
+        self.changes = ledger.surroundings.changes
+        self.has_to_choose = False
+        self.assignment = ledger.first_assignment(
+            more_follow or options.several_graphs, beside=self.beside()
+        )
         # Calls, by graph, that the plan knows to wait for their backward when this graph is called.
         self.foreseen = ledger.holding_calls()
         try:
@@ -97,6 +112,7 @@ class SharedGraph:
                 planned.baseline.peak_bytes,
                 planned.available_bytes,
                 trains=planned.trains,
+                beside=assignment.beside,
             )
         return None if budget_bytes is None else budget_bytes - assignment.rest.outside_bytes
 
@@ -119,11 +135,38 @@ class SharedGraph:
             self.decided_with = self.step_peak.size_bytes
             self.family.reconsider()
         if not (options.is_whole_peak or self.assignment.is_provisional):
-            self.code = self.family.choose(values)
+            self.code = self._chosen(values)
+        elif self.has_to_choose and not options.is_whole_peak:
+            self._hold_provisionally()
+        if self.has_to_choose and self.assignment.beside != self.code.assignment.beside:
+            self.code.tell(self.assignment)
         self.values = values
+        self.has_to_choose = False
+
+    def _chosen(self, values: Values) -> Code:
+        try:
+            return self.family.choose(values)
+        except InfeasibleBudgetError as refusal:
+            raise (refusal.with_advice(_KEPT_GRADIENTS) if self.kept_bytes else refusal) from None
+
+    def _hold_provisionally(self) -> None:
+        """Its step is not known yet, and more lies beside it than when it was compiled."""
+        planned = self.planned
+        if planned is None or self.assignment.is_share_of_unknown:
+            return
+        own_bytes = self.own_bytes(planned)
+        if own_bytes is not None and planned.own_peak_bytes > own_bytes:
+            self.compile_again(self.assignment)
+
+    def beside(self) -> Beside:
+        """What lies beside the graphs now, with the gradients that its parameters have."""
+        return self.ledger.surroundings.current.with_kept(self.kept_bytes)
 
     def __call__(self, *args: Any) -> Any:
         ledger = self.ledger
+        kept_bytes = self.kept.bytes_of(args)
+        if kept_bytes != self.kept.last_bytes or ledger.surroundings.changes != self.changes:
+            ledger.look_beside(self, kept_bytes)
         before = ledger.before_call(self)
         if self.refusal is not None:
             raise self.refusal
@@ -132,6 +175,7 @@ class SharedGraph:
             values != self.values
             or self.family.loss
             or self.decided_with != self.step_peak.size_bytes
+            or self.has_to_choose
         ):
             self._choose(values)
         # A checkpointed region, or what is saved elsewhere.
@@ -167,6 +211,7 @@ class SharedGraph:
         self.code = code
         self.assignment = replace(code.assignment, sizes=None, number=0)
         self.decided_with = self.step_peak.size_bytes
+        self.has_to_choose = False
         self.family.restart(code)
         code.restore()
 

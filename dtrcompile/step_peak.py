@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.options import Options
 
 
@@ -22,11 +23,13 @@ class StepPeak:
 
     Attributes:
         size_bytes: the largest that was seen, 0 before the first training step.
+        around_bytes: what is there when an optimizer steps: constants and results.
         may_train: a parameter of the model wants a gradient, so a training step may come.
     """
 
     size_bytes: int = 0
     may_train: bool = False
+    around_bytes: int = 0
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -46,6 +49,7 @@ class StepPeak:
         available_bytes: int | None,
         *,
         trains: bool,
+        beside: Beside = NOTHING_BESIDE,
     ) -> int | None:
         """The budget of a graph, less the reserve; None for the smallest.
 
@@ -53,16 +57,18 @@ class StepPeak:
             unbudgeted_bytes: what the graph holds without a budget.
             available_bytes: what the device can give.
             trains: whether the graph is a training step's.
+            beside: what no graph holds; it is a part of the step.
 
         Raises:
             OptionError: as `Options.resolve_budget_bytes`.
         """
         if self.has_to_wait(options, trains=trains):
-            return unbudgeted_bytes
+            return beside.whole_bytes(unbudgeted_bytes, 0)
         step_bytes = unbudgeted_bytes
         if self.size_bytes:
             step_bytes = max(self.size_bytes, unbudgeted_bytes if trains else 0)
-        return options.resolve_budget_bytes(step_bytes, available_bytes)
+        whole_bytes = beside.whole_bytes(step_bytes, self.around_bytes)
+        return options.resolve_budget_bytes(whole_bytes, available_bytes)
 
 
 class StepPeaks:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.options import Options
 from dtrcompile.passes.allocators import EXACT, Allocator
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
@@ -78,23 +79,30 @@ class Step:
 
     Args:
         calls: all of the step, in order.
+        beside: what no graph holds.
 
     Attributes:
         graphs: those that were planned.
         sequence: the graph of each call of one of them, in order.
-        external_bytes: constants of all graphs, as in `rest_of`.
+        external_bytes: constants of all graphs, as in `rest_of`, and what lies beside them.
         gradient_bytes: of each call, gradients that its backward is the first to make.
         result_bytes: of each call, outputs that stay with the caller.
+        around_bytes: constants of all graphs, and results.
     """
 
-    def __init__(self, calls: Sequence[Call], options: Options) -> None:
+    def __init__(
+        self, calls: Sequence[Call], options: Options, beside: Beside = NOTHING_BESIDE
+    ) -> None:
         self.options = options
+        self.beside = beside
         planned = [c.graph for c in calls if c.graph.planned is not None]
         self.graphs = list(dict.fromkeys(planned))
         self.sequence = [self.graphs.index(g) for g in planned]
-        self.external_bytes = _external_bytes(calls)
+        constant_bytes = _external_bytes(calls)
+        self.external_bytes = constant_bytes + beside.resident_bytes
         self.gradient_bytes = _gradient_bytes(calls)
         self.result_bytes = _result_bytes(calls)
+        self.around_bytes = constant_bytes + sum(self.result_bytes)
         planner: Planner = make_planner(options.planner, **options.planner_options())
         # To find who may keep what; the compilation plans with all candidates.
         self.quick = planner.for_minimum()
@@ -115,9 +123,14 @@ class Step:
             InfeasibleBudgetError: if the step does not fit.
         """
         plans = [_of(g) for g in self.graphs]
+        peak_bytes = self.peak([p.baseline for p in plans]) - self.beside.resident_bytes
         budget_bytes = self.options.resolve_budget_bytes(
-            self.peak([p.baseline for p in plans]), plans[0].available_bytes
+            self.beside.whole_bytes(peak_bytes, self.around_bytes), plans[0].available_bytes
         )
+        if budget_bytes is not None:
+            refusal = self.beside.refusal(budget_bytes, self.around_bytes)
+            if refusal is not None:
+                raise refusal
         if budget_bytes is None:
             self.compile_smallest()
         else:
@@ -213,7 +226,7 @@ class Step:
             tried.add(i)
             graph, code = self.graphs[i], self.graphs[i].code
             rest = self.rest_of_calls(held, i, peak_bytes)
-            graph.compile_again(Assignment(rest=rest, note=self.note(rest)))
+            graph.compile_again(Assignment(rest=rest, note=self.note(rest), beside=self.beside))
             held[i] = _of(graph).chosen
             if self.peak(held) >= peak_bytes:
                 graph.use(code)
@@ -298,7 +311,8 @@ class Step:
                 rest.outside_bytes + planned.chosen.peak_with(rest) <= budget_bytes
             )
             if not fits_as_it_is:
-                graph.compile_again(Assignment(budget_bytes, rest, note=self.note(rest)))
+                note = self.note(rest)
+                graph.compile_again(Assignment(budget_bytes, rest, note=note, beside=self.beside))
             held[i] = _of(graph).chosen
         peak = self.peak(held)
         log.info(

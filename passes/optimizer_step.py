@@ -17,6 +17,7 @@ made a tensor; on CUDA, as for compiled graphs, that of library calls.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -171,6 +172,18 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+@contextlib.contextmanager
+def as_outside_of_a_compilation(device: torch.device) -> Iterator[None]:
+    """Where the user calls ``step``: optimizers take another way while they are compiled."""
+    with (
+        disable_modes(),
+        torch.inference_mode(False),
+        torch.autocast(device.type, enabled=False),
+        mock.patch.object(torch.compiler, "_is_compiling_flag", False),
+    ):
+        yield
+
+
 class _Run:
     """A copy of an optimizer on fake tensors, that takes steps.
 
@@ -195,7 +208,8 @@ class _Run:
     def count(self) -> StepBytes:
         name = type(self.real).__name__
         try:
-            return self._count()
+            with as_outside_of_a_compilation(self.device):
+                return self._count()
         except UnknownOptimizerError:
             raise
         except Exception as error:
@@ -232,7 +246,7 @@ class _Run:
         step = inspect.unwrap(type(fake).step)
         self.counting.start()
         types_ = list(optimizer_module._foreach_supported_types)
-        if all(type(p) in types_ for p in _parameters(self.real)):
+        if all(type(p) in types_ for p in parameters_of(self.real)):
             types_.append(FakeTensor)
         with (
             torch.set_grad_enabled(bool(fake.defaults.get("differentiable", False))),
@@ -242,13 +256,13 @@ class _Run:
             self.counting,
         ):
             step(fake)
-        for parameter in _parameters(fake):  # some optimizers drop or replace gradients
+        for parameter in parameters_of(fake):  # some optimizers drop or replace gradients
             if parameter.requires_grad and parameter.grad is None:
                 with self.mode:
                     parameter.grad = torch.empty_like(parameter)
 
     def state_of(self, fake: torch.optim.Optimizer) -> dict[str, int]:
-        parameters = {p.untyped_storage()._cdata for p in _parameters(fake)}
+        parameters = {p.untyped_storage()._cdata for p in parameters_of(fake)}
         return storage_bytes(state_tensors(fake), self.device, self.allocator, parameters)
 
     def skip_steps(self, fake: torch.optim.Optimizer) -> None:
@@ -262,7 +276,8 @@ class _Run:
                 value["step"] = step + _MANY_STEPS
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All of its parameters, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -279,7 +294,7 @@ class _Copy:
         self.mode = mode
         self.values = values
         self.fakes: dict[int, torch.Tensor] = {}
-        for parameter in _parameters(real):
+        for parameter in parameters_of(real):
             self.add_parameter(parameter)
         self.optimizer = self.copied(real)
 
@@ -315,7 +330,7 @@ class _Copy:
             case torch.Tensor():
                 return self.tensor_of(value)
             case defaultdict():
-                copied = defaultdict(value.default_factory)
+                copied: defaultdict[Any, Any] = defaultdict(value.default_factory)
                 copied.update(self.items_of(value, name))
                 return copied
             case dict():
@@ -515,14 +530,18 @@ _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.defa
 def _one_by_one(args: Sequence[Any], result: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """The arguments of an operator on lists, one tensor of each list at a time, each form once."""
     lengths = [len(a) for a in args if isinstance(a, (list, tuple)) and _tensors(a)]
+    length = max(lengths, default=0)
     singles: dict[object, tuple[tuple[Any, ...], Any]] = {}
-    for i in range(max(lengths, default=0)):
+    for i in range(length):
 
         def pick(value: Any, i: int = i) -> Any:
-            return [value[i]] if isinstance(value, (list, tuple)) and len(value) > i else value
+            if isinstance(value, (list, tuple)) and len(value) == length:
+                return [value[i]]
+            # Scalars, one for each, may be one tensor.
+            is_scalars = isinstance(value, torch.Tensor) and value.shape == (length,)
+            return value[i : i + 1] if is_scalars else value
 
         picked = tuple(pick(a) for a in args)
         form = tuple((t.shape, t.stride(), t.dtype) for t in _tensors(picked))
         singles.setdefault(form, (picked, pick(result)))
     return list(singles.values())
-
