@@ -88,13 +88,19 @@ def _run_node_and_realize(graph: Any, node: Any) -> Any:
 _RUN_NODE = GraphLowering.run_node
 
 
-def _reuse_at_once(line: Any, free_line: Any, size: int) -> bool:  # noqa: ARG001
+def _reuse_at_once(line: Any, free_line: Any, size: int) -> bool:
     """Whether an allocation may take a dead buffer: only if nothing ran between.
 
     Inductor keeps dead buffers for later reuse as long as its own estimate of the peak does not
-    rise; that estimate knows no workspaces, and the plan counts a freed storage as free.
+    rise; that estimate knows no workspaces, and the plan counts a freed storage as free.  What
+    Inductor itself refuses stays refused (torch 2.15: buffers of another scheduler, whose indices
+    mean nothing here), and buffers for communication, a pool of their own, stay with it.
     """
-    return bool(free_line.scheduler_node_index + 1 == line.scheduler_node_index)
+    is_next = free_line.scheduler_node_index + 1 == line.scheduler_node_index
+    return bool((is_next or line.comm_buffer) and _SHOULD_REUSE(line, free_line, size))
+
+
+_SHOULD_REUSE = AllocateLine.should_reuse_buffer
 
 
 def _flush_before_much_is_freed(scheduling: Any) -> bool:

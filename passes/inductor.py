@@ -61,11 +61,18 @@ _NOT_FROM_THE_USER = (InputMutationAOTOutput, IntermediateBaseAOTOutput)
 
 
 # By what Inductor puts kernels into another order: for the peak, by an estimate of its own; for
-# fewer or longer CUDA graphs, whatever the device; and under communication.
-_REORDERS = (
-    "reorder_for_peak_memory",
-    "triton.reorder_for_reducing_graph_partitions",
-    "reorder_for_compute_comm_overlap",
+# fewer or longer CUDA graphs, whatever the device; under communication; and for locality (in
+# training, torch 2.14).  Not every release has all of them.
+_REORDERS = tuple(
+    name
+    for name in (
+        "reorder_for_peak_memory",
+        "triton.reorder_for_reducing_graph_partitions",
+        "reorder_for_compute_comm_overlap",
+        "aten_distributed_optimizations.enable_simple_overlap",
+        "reorder_for_locality_in_training",
+    )
+    if name in inductor_config.get_config_copy()
 )
 
 
@@ -264,7 +271,7 @@ class InductorModel(MemoryModel):
                     lower(
                         backward,
                         inputs,
-                        static_input_indices=tuple(range(count_tangents(backward))),
+                        static_input_indices=_static_in_backward(backward),
                         is_backward=True,
                         is_inference=False,
                     )
@@ -361,6 +368,16 @@ def _constant_terms(captured: Captured) -> dict[StorageKind, Counter[Term]]:
         if storage.kind in terms:
             terms[storage.kind][term] += 2 if twice and storage.kind is StorageKind.INPUT else 1
     return terms
+
+
+def _static_in_backward(backward: fx.GraphModule) -> tuple[int, ...]:
+    """Which backward inputs Inductor takes to stay where they are, as ``compile_fx`` will say.
+
+    What forward saved; since torch 2.15 without the user's inputs among that, which the partitioner
+    marks.
+    """
+    saved = placeholders(backward)[: count_tangents(backward)]
+    return tuple(i for i, node in enumerate(saved) if node.meta.get("is_static_input", True))
 
 
 def _restrided(expected: Any, received: object) -> Any:

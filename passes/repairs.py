@@ -17,11 +17,12 @@ def repaired() -> contextlib.AbstractContextManager[Any]:
 
     What reads a buffer that a scatter wrote into depends on the scatter by a new name for the
     buffer.  To fuse loops on the CPU, Inductor computes what a loop reads anew, and forgets the new
-    names (``SchedulerNode.recompute_size_and_body``; torch 2.13: unless it reads something else by
-    a dependency of its own making).  The loop may then run before the scatter, and read zeros: in
-    the backward of a U-Net, whose nearest upsampling is such a scatter, half of the gradients.
-    PyTorch's pull request 185873 is about this (issue 185509 has it with max pooling), 177816 about
-    the dependencies of its own making; 2.13 has the second.
+    names (``SchedulerNode.recompute_size_and_body``; torch 2.12 and 2.13: unless it reads something
+    else by a dependency of its own making).  The loop may then run before the scatter, and read
+    zeros: in the backward of a U-Net, whose nearest upsampling is such a scatter, half of the
+    gradients.  PyTorch's pull request 185873 is about this (issue 185509 has it with max pooling),
+    177816 about the dependencies of its own making.  2.12 has the second, 2.14 both: there nothing
+    is left to do.
     """
     return mock.patch.object(SchedulerNode, "recompute_size_and_body", _recompute_and_rename)
 

@@ -616,7 +616,8 @@ def run_wrapper(
             for device in ("cuda", "xpu", "mtia"):
                 namespace[f"empty_strided_{device}"] = empty(device)
             namespace["reinterpret_tensor"] = reinterpret
-            namespace["assert_size_stride"] = namespace["assert_alignment"] = _Kernel()
+            for name in ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment"):
+                namespace[name] = _Kernel()
             namespace["extern_kernels"] = _ExternKernels(counting)
             # What the mode remembers of a call is its result's form without its storage's size.
             with mock.patch.object(mode, "cache_enabled", False), mode, counting:

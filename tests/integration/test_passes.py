@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from dtrcompile.passes.errors import (
     UnsupportedPlanError,
     VerificationError,
 )
+from dtrcompile.passes.fusion import keep_plan_order
 from dtrcompile.passes.host_link import HostLink
+from dtrcompile.passes.inductor import _static_in_backward
 from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.nodes import aten, draws_random_numbers, why_not_recomputable
 from dtrcompile.passes.pipeline import MemoryModel, RefereeModel, Terms, fit
@@ -32,8 +35,9 @@ from dtrcompile.passes.replay import PlanStats, replay
 from dtrcompile.passes.residuals import with_residuals
 from dtrcompile.passes.schedule import Ledger, Wrapper, count_accumulation, run_wrapper
 from dtrcompile.passes.tighten import tighten
-from dtrcompile.passes.torch_private import FakeTensorMode
+from dtrcompile.passes.torch_private import AllocateLine, FakeTensorMode
 from dtrcompile.passes.verify import verify_emitted
+from tests.integration.helpers import RELEASE
 from tests.integration.scenarios import WIDTH, Block
 
 
@@ -424,6 +428,55 @@ def test_what_asserts_about_values_hold_is_counted() -> None:
     run_wrapper(Wrapper("import torch\n" + source, {}), [x], ledger, mode)
     # Of 32 elements a byte each, and one for any of them, beside the 128 bytes of buf0.
     assert [size for size, _ in ledger.events][:3] == [128, 160, 161]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "assert_size_stride(buf0, (1,), (1,))",
+        "assert_size_stride_grouped((buf0,), ((1,),), ((1,),), 'input')",  # torch 2.14
+    ],
+)
+def test_what_checks_sizes_is_left_out(check: str) -> None:
+    source = WRAPPER.replace("    buf1 =", f"    {check}\n    buf1 =")
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(8, 4)
+    ledger = Ledger()
+    run_wrapper(Wrapper("import torch\n" + source, {}), [x], ledger, mode)
+    assert ledger.peak_bytes >= 128
+
+
+@pytest.mark.parametrize(
+    ("free_at", "is_comm", "is_other", "expected"),
+    [
+        (2, False, False, True),
+        (1, False, False, False),
+        # Indices of different schedulers mean nothing: torch 2.15 asks.
+        (2, False, True, RELEASE < (2, 15)),
+        (1, True, False, True),
+    ],
+)
+def test_a_dead_buffer_is_taken_at_once_or_not_at_all(
+    free_at: int, is_comm: bool, is_other: bool, expected: bool
+) -> None:
+    here, there = object(), object()
+    line = SimpleNamespace(comm_buffer=is_comm, scheduler=here, scheduler_node_index=3)
+    free_line = SimpleNamespace(scheduler=there if is_other else here, scheduler_node_index=free_at)
+    with keep_plan_order():
+        assert AllocateLine.should_reuse_buffer(line, free_line, 64) is expected
+
+
+def test_inputs_that_backward_takes_to_stay_are_those_that_inductor_does() -> None:
+    graph = fx.Graph()
+    for name in ("primals_1", "primals_2", "relu", "tangents_1"):
+        graph.placeholder(name)
+    graph.output(())
+    backward = fx.GraphModule(nn.Module(), graph)
+    assert _static_in_backward(backward) == (0, 1, 2)
+    # As the partitioner of torch 2.15 marks what the user gives anew in each step.
+    next(iter(graph.nodes)).meta["is_static_input"] = False
+    assert _static_in_backward(backward) == (1, 2)
 
 
 def test_an_unknown_wrapper_is_refused() -> None:
