@@ -8,6 +8,7 @@ comparing what was observed is how most of these tests work.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -279,6 +280,8 @@ def live_peak_bytes(step: Callable[[], Any]) -> int:
     """The most bytes that the CPU allocator held during ``step``, above what it held before."""
     from torch.profiler import ProfilerActivity, profile
 
+    # What is dead but not yet collected would be freed during the step, which would look lower.
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = step()
     # ``result`` is alive until here: what the step returned counts as held.
