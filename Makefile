@@ -1,7 +1,9 @@
 # `make demo` and `make test` prepare what they need (.ci/environment) and use the torch that is
-# there.  PYTHON names another Python; TESTS and BENCH narrow down what runs; WORKERS=0 runs the tests in
-# one process.
+# there.  PYTHON names another Python, TORCH (such as 2.15.0) another release of torch, which gets an
+# environment of its own; TESTS and BENCH narrow down what runs; WORKERS=0 runs the tests in one
+# process.
 PYTHON ?=
+TORCH ?=
 TESTS ?= tests
 WORKERS ?= auto
 BENCH ?=
@@ -23,36 +25,37 @@ help:
 	@echo "make demo-quick   the demo, small"
 	@echo "make build        sdist and wheel into dist/"
 	@echo "make clean        remove what the others made, .venv included"
+	@echo "TORCH=2.15.0 after any of them: with that release of torch"
 
 demo:
-	@python="$$(.ci/environment demo $(PYTHON))" && "$$python" -m dtrcompile demo $(DEMO)
+	@python="$$(.ci/environment demo "$(PYTHON)" "$(TORCH)")" && "$$python" -m dtrcompile demo $(DEMO)
 
 demo-quick:
-	@python="$$(.ci/environment test $(PYTHON))" && $(LIGHT) "$$python" -m dtrcompile demo \
+	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && $(LIGHT) "$$python" -m dtrcompile demo \
 		--small --steps 3 --output .cache/demo-output
 
 test:
-	@python="$$(.ci/environment test $(PYTHON))" && $(LIGHT) "$$python" -m pytest -n $(WORKERS) \
+	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && $(LIGHT) "$$python" -m pytest -n $(WORKERS) \
 		--dist=worksteal -m "not sweep" $(TESTS)
 
 test-all:
-	@python="$$(.ci/environment test $(PYTHON))" && "$$python" -m pytest -n $(WORKERS) \
+	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && "$$python" -m pytest -n $(WORKERS) \
 		--dist=worksteal $(TESTS)
 
 lint:
-	@python="$$(.ci/environment dev,demo $(PYTHON))" && "$$python" -m ruff check . \
+	@python="$$(.ci/environment dev,demo "$(PYTHON)" "$(TORCH)")" && "$$python" -m ruff check . \
 		&& "$$python" -m ruff format --check . && "$$python" -m mypy
 
 format:
-	@python="$$(.ci/environment dev,demo $(PYTHON))" && "$$python" -m ruff check --fix . \
+	@python="$$(.ci/environment dev,demo "$(PYTHON)" "$(TORCH)")" && "$$python" -m ruff check --fix . \
 		&& "$$python" -m ruff format .
 
 bench-quick:
-	@python="$$(.ci/environment test $(PYTHON))" && $(LIGHT) TORCHINDUCTOR_COMPILE_THREADS=1 \
+	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && $(LIGHT) TORCHINDUCTOR_COMPILE_THREADS=1 \
 		"$$python" -m bench $(BENCH)
 
 build:
-	@python="$$(.ci/environment dev,demo $(PYTHON))" && "$$python" -m build
+	@python="$$(.ci/environment dev,demo "$(PYTHON)" "$(TORCH)")" && "$$python" -m build
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \

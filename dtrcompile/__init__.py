@@ -23,6 +23,7 @@ from dtrcompile.passes.errors import (
     ProgramTooLargeError,
     TimeLimitError,
     UnsupportedPlanError,
+    UnsupportedTorchError,
     VerificationError,
 )
 from dtrcompile.recompute import recompute
@@ -63,6 +64,7 @@ __all__ = [
     "SizePoint",
     "TimeLimitError",
     "UnsupportedPlanError",
+    "UnsupportedTorchError",
     "VerificationError",
     "clear_reports",
     "declare_operator",

@@ -170,6 +170,31 @@ class MissingExtraError(DTRError):
         return MissingExtraError, (self.what, self.needs, self.extra)
 
 
+class UnsupportedTorchError(DTRError):
+    """The release of PyTorch that is installed is none that dtrcompile was tried on.
+
+    Attributes:
+        version: what is installed.
+        oldest, newest: the first two numbers of the supported releases.
+        variable: the environment variable that tries others.
+    """
+
+    def __init__(
+        self, version: str, oldest: tuple[int, int], newest: tuple[int, int], variable: str
+    ) -> None:
+        self.version, self.oldest, self.newest, self.variable = version, oldest, newest, variable
+        first, last = f"{oldest[0]}.{oldest[1]}", f"{newest[0]}.{newest[1]}"
+        after = f"{newest[0]}.{newest[1] + 1}"
+        super().__init__(
+            f"dtrcompile supports PyTorch {first} to {last}, and this is {version}: install one of"
+            f" those (torch>={first},<{after}), or set the environment variable {variable}=1 to try"
+            " this one all the same"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return UnsupportedTorchError, (self.version, self.oldest, self.newest, self.variable)
+
+
 def _rebuild_time_limit(budget_bytes: int, time_limit_s: float) -> TimeLimitError:
     return TimeLimitError(budget_bytes, time_limit_s=time_limit_s)
 

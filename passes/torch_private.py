@@ -1,14 +1,23 @@
-"""The only module that imports private torch API.  Checked on torch 2.11 to 2.13.
+"""The only module that imports private torch API.  Checked on torch 2.11 to 2.15.
 
 Everything else in the project imports these names from here, so that a new torch release is one
-file to look at.
+file to look at.  A release that nobody has tried is refused before the first of them is imported:
+importing this module is the first use of the backend.
 """
 
 # Names are grouped by what they are used for; most are used by exactly one module.
 # ruff: noqa: F401, I001  (this module exists to re-export, by use)
+# ruff: noqa: E402  (the release is looked at before anything is imported from it)
 
 from __future__ import annotations
 
+import os
+
+import torch
+
+from dtrcompile.passes.releases import require_supported
+
+require_supported(torch.__version__, os.environ)
 # --- what Dynamo does not put into a graph --------------------------------------------------------
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.cache_size import exceeds_recompile_limit
