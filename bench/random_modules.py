@@ -7,7 +7,10 @@ nothing is drawn.  Every so many, one runs under Inductor as well: gradients tho
 ``torch.compile``, and the allocator within the promise.  A failure is one seed to repeat, and the
 fewest moves at which it still fails.
 
-    python -m bench.random_modules --count 1000 [--seed 0] [--inductor-every 50] [--quick]
+With ``--sizes`` each module is called with batches of random sizes instead, training and evaluation
+mixed, at a random budget in bytes that must hold in every call.
+
+    python -m bench.random_modules --count 1000 [--seed 0] [--inductor-every 50] [--sizes] [--quick]
 """
 
 from __future__ import annotations
@@ -25,7 +28,14 @@ from collections.abc import Callable
 import torch
 
 from bench.measure import say
-from tests.property.random_modules import MOST_MOVES, Case, check, check_inductor
+from tests.property.random_modules import (
+    MOST_MOVES,
+    Case,
+    check,
+    check_inductor,
+    check_sizes,
+    check_sizes_inductor,
+)
 
 _BUDGETS = ("min", "min", "20%", "30%", "50%", "70%", "90%")
 
@@ -49,6 +59,7 @@ def main() -> int:
     parser.add_argument(
         "--inductor-every", type=int, default=50, help="one of so many under Inductor; 0: none"
     )
+    parser.add_argument("--sizes", action="store_true", help="calls of random sizes")
     parser.add_argument("--quick", action="store_true", help="two modules, none under Inductor")
     arguments = parser.parse_args()
     count = 2 if arguments.quick else arguments.count
@@ -73,10 +84,19 @@ def main() -> int:
     for done in range(count):
         seed = arguments.seed + done
         budget = _BUDGETS[random.Random(f"budget of {seed}").randrange(len(_BUDGETS))]
-        attempt(seed, budget, functools.partial(check, budget=budget))
-        if every and done % every == 0:
-            compiled = functools.partial(check_inductor, budget=budget)
-            attempt(seed, f"Inductor {budget}", compiled)
+        if arguments.sizes:
+            draw = random.Random(f"share of {seed}")
+            share, dynamic = draw.choice((0, 0.3, 0.4, 0.5, 0.6, 0.8)), draw.choice((None, True))
+            varied = functools.partial(check_sizes, share=share, dynamic=dynamic)
+            attempt(seed, f"sizes, {share:.0%}", varied)
+            if every and done % every == 0:
+                varied = functools.partial(check_sizes_inductor, share=share, dynamic=dynamic)
+                attempt(seed, f"sizes under Inductor, {share:.0%}", varied)
+        else:
+            attempt(seed, budget, functools.partial(check, budget=budget))
+            if every and done % every == 0:
+                compiled = functools.partial(check_inductor, budget=budget)
+                attempt(seed, f"Inductor {budget}", compiled)
         if (done + 1) % 25 == 0:
             elapsed_s = time.perf_counter() - start
             say(f"{done + 1}/{count} modules, {len(failed)} failed, {elapsed_s:.0f} s")

@@ -40,7 +40,8 @@ class StepPeak:
 
     def has_to_wait(self, options: Options, *, trains: bool) -> bool:
         """Whether a graph's budget is a share of a training step that is still to come."""
-        return options.is_share and not trains and self.may_train and not self.size_bytes
+        is_part = options.is_share and not options.is_whole_peak
+        return is_part and not trains and self.may_train and not self.size_bytes
 
     def budget_bytes(
         self,

@@ -7,6 +7,7 @@ anything: one that it refuses, such as an update in place of what backward needs
 
 from __future__ import annotations
 
+import collections
 import functools
 import random
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
+from dtrcompile.passes.executor import executor_log
 from tests.integration.helpers import (
     UNBUDGETED,
     Compile,
@@ -42,6 +44,8 @@ Move = Callable[[Values], Tensor]
 
 MOST_MOVES = 14
 WIDTH, LENGTH, BATCH, EDGE, HEADS = 8, 6, 4, 8, 2
+# Calls of a module at changing sizes, and plans that a graph of it may have at once.
+VARIED_CALLS, MOST_PLANS = 6, 4
 # Of the gradient's norm: what other kernels, and what only fusion, may round differently.
 NEAR, SAME = 1e-4, 1e-5
 # Where plain PyTorch's own rounding is larger, because the gradient is zero in theory (before a
@@ -458,6 +462,32 @@ class Case:
                 loss.backward()
         return {**seen, **state_of(module), "input's gradient": x.grad}
 
+    def varied(self) -> list[tuple[int, bool]]:
+        """Batch sizes, and whether each is for training; the others are for evaluation."""
+        draw = random.Random(f"sizes of {self.seed}")
+        return [(draw.randint(1, 4 * BATCH), draw.random() < 0.7) for _ in range(VARIED_CALLS)]
+
+    def calls(self, compile_: Compile) -> Observed:
+        """Calls with batches of other sizes, training and evaluation mixed, gradients of each."""
+        module, given = self.made()
+        compiled = compile_(module)
+        seen: Observed = {}
+        for call, (batch, trains) in enumerate(self.varied()):
+            torch.manual_seed(call)
+            x = torch.randn(batch, *given.shape[1:])
+            x.requires_grad_(given.requires_grad and trains)
+            module.zero_grad(set_to_none=True)
+            with torch.set_grad_enabled(trains):
+                results = _results(compiled, x)
+            seen[f"results {call}"] = [r.detach() for r in results]
+            loss = sum(r.square().sum() for r in results if r.requires_grad)
+            if isinstance(loss, Tensor):
+                loss.backward()
+            gradients = [*(p.grad for p in module.parameters()), x.grad]
+            seen[f"gradients {call}"] = [g.clone() for g in gradients if g is not None]
+        module.zero_grad(set_to_none=True)
+        return {**seen, **state_of(module)}
+
 
 def _results(compiled: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
     results = compiled(x)
@@ -491,6 +521,113 @@ def check(case: Case, budget: object) -> str:
         _assert_near(case, expected, plain, compile_, NEAR)
     smallest_that_works(lambda named: _same(case, named, expected), budget)
     return "recomputed" if any(r.recomputed for r in dtrcompile.reports()) else "kept"
+
+
+def check_sizes(case: Case, share: float, dynamic: bool | None) -> str:
+    """Check a module at changing batch sizes, in training and in evaluation, at a budget in bytes.
+
+    Args:
+        share: of the most that one of its graphs holds without a budget.
+        dynamic: as ``torch.compile`` takes it.
+
+    Returns:
+        What was seen, in a word or two.
+    """
+    module, _ = case.made()
+    try:
+        plain = observe(case.calls, _as_it_is)
+    except RuntimeError:
+        return "refused by PyTorch"
+    if not any(plain[f"gradients {call}"] for call in range(VARIED_CALLS)):
+        return "nothing to train"
+    expected = observe_dtr(case.calls, UNBUDGETED, dynamic=dynamic)
+    if not module.draws and not module.is_rounded:
+        _assert_calls_near(expected, plain)
+    unbudgeted_bytes = max(
+        max(record.counted_bytes, default=0) for record in executor_log() if record.is_sized
+    )
+    budget: object = "min" if share == 0 else int(share * unbudgeted_bytes)
+
+    def run(named: object) -> None:
+        assert_bitwise(observe_dtr(case.calls, named, dynamic=dynamic), expected)
+        if isinstance(named, int):
+            held = max((b for r in executor_log() for b in r.counted_bytes), default=0)
+            assert held <= named, f"held {held} of a budget of {named} bytes"
+
+    smallest_that_works(run, budget)
+    plans = collections.Counter(report.graph for report in dtrcompile.reports())
+    assert max(plans.values()) <= MOST_PLANS
+    if max(plans.values()) > 1:
+        return "several plans"
+    return "recomputed" if any(r.recomputed for r in dtrcompile.reports()) else "kept"
+
+
+def _assert_calls_near(actual: Observed, expected: Observed) -> None:
+    """Gradients of each call as one vector, as in `_assert_near`."""
+    for call in range(VARIED_CALLS):
+        names = [f"results {call}"]
+        assert_close(
+            {name: actual[name] for name in names},
+            {name: expected[name] for name in names},
+            rtol=10 * NEAR,
+            atol=10 * NEAR,
+        )
+        found, wanted = (
+            {str(i): g for i, g in enumerate(seen[f"gradients {call}"])}
+            for seen in (actual, expected)
+        )
+        if any(g.norm() for g in wanted.values()):
+            error = relative_error(found, wanted)
+            assert error <= 10 * NEAR, f"the gradient of call {call} is off by {error:.1e}"
+
+
+def check_sizes_inductor(case: Case, share: float, dynamic: bool | None) -> str:
+    """The same under Inductor: gradients near plain PyTorch's, the allocator within the budget."""
+    module, _ = case.made()
+    try:
+        plain = observe(case.calls, _as_it_is)
+    except RuntimeError:
+        return "refused by PyTorch"
+    if not any(plain[f"gradients {call}"] for call in range(VARIED_CALLS)):
+        return "nothing to train"
+    observe(case.calls, lambda c: compile_dtr(c, UNBUDGETED, compiler="inductor", dynamic=dynamic))
+    unbudgeted_bytes = max(r.baseline_peak_bytes for r in dtrcompile.reports())
+
+    def run(named: object) -> None:
+        compiled: list[Any] = []
+
+        def compile_(target: nn.Module) -> Any:
+            compiled.append(compile_dtr(target, named, compiler="inductor", dynamic=dynamic))
+            return compiled[0]
+
+        counters.clear()
+        actual = observe(case.calls, compile_)
+        if not module.draws and not module.is_rounded:
+            _assert_calls_near(actual, plain)
+        if counters["frames"]["ok"] < counters["frames"]["total"] or not isinstance(named, int):
+            return  # what Dynamo leaves to eager PyTorch is counted nowhere
+        read_bytes = max(r.promised_split["parameters"] for r in dtrcompile.reports())
+        for batch, trains in case.varied():
+            held = _held_in_call(compiled[0], case, batch, trains) + read_bytes
+            assert held <= named, f"held {held} of {named} bytes at a batch of {batch}"
+
+    smallest_that_works(run, "min" if share == 0 else int(share * unbudgeted_bytes))
+    return "Inductor"
+
+
+def _held_in_call(compiled: Any, case: Case, batch: int, trains: bool) -> int:
+    """The allocator's peak of one more call, the input included."""
+    module, (_, given) = compiled._orig_mod, case.made()
+    x = torch.randn(batch, *given.shape[1:], requires_grad=given.requires_grad and trains)
+    module.zero_grad(set_to_none=True)
+
+    def call() -> None:
+        with torch.set_grad_enabled(trains):
+            results = [r for r in _results(compiled, x) if r.requires_grad]
+        if results:
+            torch.autograd.backward(results, [torch.ones_like(r) for r in results])
+
+    return live_peak_bytes(call) + static_bytes(x)
 
 
 def _assert_near(
