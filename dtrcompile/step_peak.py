@@ -63,7 +63,7 @@ class StepPeak:
         Raises:
             OptionError: as `Options.resolve_budget_bytes`.
         """
-        if self.has_to_wait(options, trains=trains):
+        if not trains and (options.is_whole_peak or self.has_to_wait(options, trains=trains)):
             return beside.whole_bytes(unbudgeted_bytes, 0)
         step_bytes = unbudgeted_bytes
         if self.size_bytes:
