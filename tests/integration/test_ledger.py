@@ -231,6 +231,7 @@ def test_blocks_that_are_compiled_one_by_one_stay_within_the_budget_from_the_fir
     assert relative_error(gradients_smallest, gradients) <= SAME
 
 
+@pytest.mark.slow
 def test_a_graph_that_another_follows_can_be_made_smaller_than_its_own_peak() -> None:
     """It was once taken for granted that what follows is as large as its default split."""
 
@@ -260,6 +261,7 @@ def test_a_graph_that_another_follows_can_be_made_smaller_than_its_own_peak() ->
     assert trunk_report("min").promised_peak_bytes <= default_bytes // 3
 
 
+@pytest.mark.slow
 def test_a_graph_that_turns_out_to_be_alone_is_made_as_small_as_it_can_be() -> None:
     class Ends(nn.Module):
         """What follows the graph break makes no graph."""
@@ -461,6 +463,7 @@ def _train(rank: int, port: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_same_plans_and_the_right_gradients(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -31,6 +31,7 @@ def rows(name: str, compiler: str, budgets: list[str]) -> dict[str, Row]:
 SOME = ("mlp16", "gpt_demo", "unet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name in SOME else pytest.param(name, marks=pytest.mark.sweep) for name in MODELS],

@@ -26,6 +26,8 @@ def test_modules_that_once_failed(seed: int, moves: int) -> None:
 
 # 5020: the gradient of an output whose layout is not the traced one is copied before backward.
 # 5060: a step of several graphs that begins with one that has no backward; results held to the end.
+@pytest.mark.inductor
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "moves", "budget"), [(5020, 6, "min"), (5060, 5, "50%")])
 def test_modules_whose_promise_once_broke_under_inductor(
     seed: int, moves: int, budget: str
