@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import Scheduler
 from torch.nn.attention.flex_attention import flex_attention
@@ -481,6 +482,16 @@ def test_sizes_of_what_is_computed_reach_backward() -> None:
     assert relative_error(gradients_of(module), expected) <= SAME
 
 
+@pytest.fixture
+def vector_instructions() -> Iterator[None]:
+    """Inductor's kernels have them; in ``make test`` only those that need them."""
+    with inductor_config.patch({"cpp.vec_isa_ok": None}):
+        valid_vec_isa_list.cache_clear()
+        yield
+    valid_vec_isa_list.cache_clear()
+
+
+@pytest.mark.usefixtures("vector_instructions")
 def test_flex_attention_has_buffers_without_a_name() -> None:
     """Inference alone: FlexAttention does not train on a CPU."""
 
