@@ -134,7 +134,10 @@ def plain() -> tuple[Observed, list[str]]:
     return observed, code
 
 
-@pytest.mark.parametrize("budget", [1.0, "1TiB", "50%", "min"])
+# At the minimum, models that are compiled faster stand below, and `make demo-quick` trains a GPT.
+@pytest.mark.parametrize(
+    "budget", [1.0, "1TiB", "50%", pytest.param("min", marks=pytest.mark.sweep)]
+)
 def test_gradients_and_allocator_peak(budget: object) -> None:
     """Points 1, 3 and 4, dropout included: when ample, Inductor's own output."""
     expected, expected_code = plain()
