@@ -63,13 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the table, return the exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--models", help="comma-separated names; default: the GPTs")
+    parser.add_argument("--models", help="comma-separated names; default: the GPTs; quick: mlp16")
     parser.add_argument("--shares", help="comma-separated; default: 0.7,0.5,0.4")
     parser.add_argument("--quick", action="store_true", help="tiny models of the same kinds")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args(argv)
     quick = arguments.quick
-    arguments.models = arguments.models or ("gpt_demo" if quick else "gpt_demo,gpt2_hf")
+    arguments.models = arguments.models or ("mlp16" if quick else "gpt_demo,gpt2_hf")
     arguments.shares = arguments.shares or ("0.5" if quick else "0.7,0.5,0.4")
     use_kernel_cache()
     description = machine(torch.device("cpu"))
