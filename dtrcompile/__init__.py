@@ -31,6 +31,7 @@ from dtrcompile.report import CompileReport, clear_reports, reports
 
 if TYPE_CHECKING:
     from dtrcompile.largest_size import Largest, SizePoint, largest
+    from dtrcompile.watching import Watch, watch
 
 __version__ = "0.1.0"
 
@@ -38,7 +39,9 @@ __version__ = "0.1.0"
 _WITH_TORCH = {
     "Largest": "largest_size",
     "SizePoint": "largest_size",
+    "Watch": "watching",
     "largest": "largest_size",
+    "watch": "watching",
 }
 
 
@@ -66,6 +69,7 @@ __all__ = [
     "UnsupportedPlanError",
     "UnsupportedTorchError",
     "VerificationError",
+    "Watch",
     "clear_reports",
     "declare_operator",
     "largest",
@@ -73,4 +77,5 @@ __all__ = [
     "reports",
     "reset_defaults",
     "set_defaults",
+    "watch",
 ]

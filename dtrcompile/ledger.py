@@ -38,6 +38,7 @@ from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.sharing import Rest
 from dtrcompile.planned import Assignment, is_small
 from dtrcompile.shared_graph import SharedGraph
+from dtrcompile.step_check import StepCheck
 from dtrcompile.step_peak import StepPeaks
 from dtrcompile.training_step import Call, Step
 
@@ -68,6 +69,7 @@ class Ledger:
         self.most_kept_bytes = 0  # gradients in ``.grad`` that the user was told of
         if options.counts_optimizers:
             before_steps(weakref.ref(self), Ledger.before_optimizer_step)
+        self.step_check: StepCheck | None = None
 
     # While the first step runs
 

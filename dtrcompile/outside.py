@@ -379,12 +379,13 @@ def _called_from() -> str:
 def _where(frame: FrameType | None) -> str:
     for outer in _frames(frame):
         name = outer.f_code.co_filename
-        if _is_users(name):
+        if is_users_code(name):
             return f"{name}:{outer.f_lineno}"
     return ""
 
 
-def _is_users(filename: str) -> bool:
+def is_users_code(filename: str) -> bool:
+    """Whether a file is neither Python's, torch's nor this package's."""
     is_library = filename.startswith(_LIBRARY) and not filename.startswith(_SITE_PACKAGES)
     is_ours = filename.startswith((_TORCH, _PACKAGE))
     return not is_library and not is_ours and os.path.exists(filename)
@@ -400,7 +401,7 @@ def _place(
     stack: traceback.StackSummary | list[traceback.FrameSummary] | None, code: CodeType
 ) -> tuple[str, str]:
     """The innermost line outside of torch, and its text, quoted."""
-    users = [line for line in stack or () if _is_users(line.filename)]
+    users = [line for line in stack or () if is_users_code(line.filename)]
     if not users:
         return f"{code.co_filename}:{code.co_firstlineno}", f"{_name(code)} "
     return f"{users[-1].filename}:{users[-1].lineno}", f"`{users[-1].line}` "

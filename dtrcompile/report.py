@@ -179,6 +179,7 @@ class _Store:
         self.lock = threading.Lock()
         self.reports: deque[CompileReport] = deque(maxlen=MOST_REPORTS)
         self.next_graph = 0
+        self.added = 0
 
 
 _store = _Store()
@@ -217,7 +218,14 @@ def add_report(report: CompileReport) -> None:
             _store.reports[earlier.index((report.graph, report.plan))] = report
         else:
             _store.reports.append(report)
+        _store.added += 1
     logger.info("%s", report)
+
+
+def compilations() -> int:
+    """How often a report was added or replaced in this process: only compiling does that."""
+    with _store.lock:
+        return _store.added
 
 
 def drop_report(graph: int, plan: int) -> None:

@@ -13,14 +13,18 @@ from torch import nn
 
 from dtrcompile.beside import Beside, KeptGradients
 from dtrcompile.family import Family, Values
+from dtrcompile.options import BudgetKind
 from dtrcompile.outside import called_at, look_at_backward
 from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.inductor import device_of
 from dtrcompile.passes.planners import make_planner
 from dtrcompile.passes.torch_private import top_saved_tensors_hooks
 from dtrcompile.planned import Assignment, Code, Planned
 from dtrcompile.report import drop_report
+from dtrcompile.step_check import Expected, StepCheck, check_of
 from dtrcompile.step_peak import StepPeak
 from dtrcompile.symbols import Symbols
+from dtrcompile.watching import running
 
 if TYPE_CHECKING:
     from dtrcompile.ledger import Ledger
@@ -92,6 +96,8 @@ class SharedGraph:
             ledger.abandon_step()
             raise
         ledger.add(self)
+        if ledger.step_check is None and self.planned is not None:
+            ledger.step_check = check_of(device_of(self.planned.captured))
 
     @property
     def planned(self) -> Planned | None:
@@ -100,6 +106,34 @@ class SharedGraph:
         if not self.symbols:
             return self.code.what_is_known()
         return self.code.at(self.symbols.sizes(self.values))
+
+    def promised_bytes(self) -> int | None:
+        """What the step holds at most while this graph runs, or waits for its backward."""
+        planned = self.planned
+        if planned is None:
+            return None
+        rest = planned.assignment.rest
+        return rest.outside_bytes + planned.chosen.peak_with(rest)
+
+    def _begin_step(self, check: StepCheck) -> None:
+        """The step before is over: did the allocator see more than the budget in it?"""
+        options, planned = self.ledger.options, self.planned
+        promised_bytes = self.promised_bytes()
+        if planned is None or promised_bytes is None:
+            return
+        own_bytes = self.own_bytes(planned)
+        if own_bytes is None or options.budget.kind is BudgetKind.SHARE:
+            return  # of what the graphs hold; nothing was said of the device
+        outside_bytes = planned.assignment.rest.outside_bytes
+        reserved_bytes = options.reserve.resolve(planned.baseline.peak_bytes) or 0
+        check.begin(
+            Expected(
+                allowed_bytes=own_bytes + outside_bytes + reserved_bytes,
+                promised_bytes=promised_bytes,
+                constant_bytes=planned.chosen.constant_bytes,
+                called_at=called_at(),
+            )
+        )
 
     def own_bytes(self, planned: Planned) -> int | None:
         """What the graph may hold of the budget, at the sizes of ``planned``; None for the least
@@ -168,6 +202,8 @@ class SharedGraph:
         if kept_bytes != self.kept.last_bytes or ledger.surroundings.changes != self.changes:
             ledger.look_beside(self, kept_bytes)
         before = ledger.before_call(self)
+        if ledger.step_check is not None and not ledger.anything_waits():
+            self._begin_step(ledger.step_check)
         if self.refusal is not None:
             raise self.refusal
         values = self.symbols.values(args)
@@ -180,7 +216,8 @@ class SharedGraph:
             self._choose(values)
         # A checkpointed region, or what is saved elsewhere.
         is_hooked = top_saved_tensors_hooks(True) is not None
-        result = self.code.function(*args)
+        with running(self, args):
+            result = self.code.function(*args)
         node = _backward_node(result)
         if node is not None:
             planned = None if is_hooked else self.planned

@@ -1,0 +1,396 @@
+"""What a step held, what was promised for it, and whose the rest was: ``dtrcompile.watch()``.
+
+This is the other side of the promise.  What is observed comes from the allocator, through
+`torch.profiler`, which notes each allocation and each free, and the line of code that asked for it.
+What was there before is found among Python's objects.  On CUDA the peak is the allocator's own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import gc
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dtrcompile.outside import is_users_code, told
+from dtrcompile.passes.errors import DTRError, format_bytes
+from dtrcompile.passes.torch_private import FakeTensor
+from dtrcompile.report import compilations
+
+if TYPE_CHECKING:
+    from dtrcompile.shared_graph import SharedGraph
+
+_REGION = "dtrcompile graph "
+_BACKWARD = "CompiledFunctionBackward"
+# Regions that hold operators, and are none.
+_NO_OPERATORS = ("autograd::engine::", "Torch-Compiled Region", "ProfilerStep")
+_MOST_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Something that was live outside of the graphs.
+
+    Attributes:
+        what: the operator that allocated it, or what it is, where it was there before.
+        where: ``file:line`` of the user's code; empty where that is not known.
+        size_bytes: at the moment of the peak.
+    """
+
+    what: str
+    where: str
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.size_bytes)}  {', '.join(filter(None, (self.what, self.where)))}"
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a graph, and the storages of its arguments."""
+
+    graph: SharedGraph
+    addresses: frozenset[int]
+
+
+class Watch:
+    """What one step held; filled in at the end of the ``with``.
+
+    Attributes:
+        device: whose memory.
+        observed_bytes: the most that was live at one moment, whoever's it was.
+        promised_bytes: what the graphs that ran promise to hold at most, all of a step together;
+            None if none ran.
+        outside: what was live at that moment and is in no promise, largest first.
+        was_compiling: graphs were compiled while it watched, which runs library calls of its own:
+            watch a later step.
+        messages: what was said of code outside of the graphs (also in the log).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.observed_bytes = 0
+        self.promised_bytes: int | None = None
+        self.outside: tuple[Held, ...] = ()
+        self.was_compiling = False
+        self.messages: tuple[str, ...] = ()
+        self.calls: list[_Call] = []
+        self._before: dict[int, _There] = {}
+        self._before_bytes = 0
+        self._compilations = 0
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            with_stack=True,
+            record_shapes=True,
+        )
+
+    @property
+    def outside_bytes(self) -> int:
+        """The sum of `outside`."""
+        return sum(held.size_bytes for held in self.outside)
+
+    def __enter__(self) -> Watch:
+        """Begin to watch.
+
+        Raises:
+            DTRError: if something is being watched or profiled already.
+        """
+        if _active.watch is not None or torch.autograd.profiler._is_profiler_enabled:
+            raise DTRError(
+                "dtrcompile.watch() takes a profile, and another one is being taken. Use one at a"
+                " time."
+            )
+        self._before = {
+            address: held
+            for address, held in _tensors_there().items()
+            if _is_on(held.device, self.device)
+        }
+        self._compilations = compilations()
+        self._before_bytes = sum(held.size_bytes for held in self._before.values())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._before_bytes = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        _active.watch = self
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._profile.__exit__(kind, error, trace)
+        _active.watch = None
+        if error is not None:
+            return
+        peak = _Peak(self._before, self._before_bytes, [call.addresses for call in self.calls])
+        kineto = self._profile.profiler.kineto_results
+        peak.follow(kineto.experimental_event_tree(), self.device)
+        self.observed_bytes = peak.size_bytes
+        if self.device.type == "cuda":
+            self.observed_bytes = torch.cuda.max_memory_allocated(self.device)
+        self.outside = peak.outside()
+        self.was_compiling = compilations() != self._compilations
+        self.messages = told()
+        graphs = dict.fromkeys(call.graph for call in self.calls)
+        promised = [p for p in (graph.promised_bytes() for graph in graphs) if p is not None]
+        self.promised_bytes = max(promised) if promised else None
+        self.calls.clear()
+
+    def __str__(self) -> str:
+        promised = "nothing: no graph ran"
+        if self.promised_bytes is not None:
+            promised = format_bytes(self.promised_bytes)
+        lines = [
+            f"dtrcompile watched a step on {self.device}",
+            f"  observed  {format_bytes(self.observed_bytes)}",
+            f"  promised  {promised}",
+            f"  outside   {format_bytes(self.outside_bytes)}",
+        ]
+        lines += [f"    {held}" for held in self.outside[:_MOST_LINES]]
+        rest = self.outside[_MOST_LINES:]
+        if rest:
+            rest_bytes = sum(held.size_bytes for held in rest)
+            lines.append(f"    {format_bytes(rest_bytes)}  {len(rest)} more")
+        if self.was_compiling:
+            lines.append("  graphs were compiled meanwhile: watch a later step")
+        lines += [f"  {message}" for message in self.messages]
+        return "\n".join(lines)
+
+
+def watch(device: torch.device | str | None = None) -> Watch:
+    """Look at what a step holds::
+
+        with dtrcompile.watch() as seen:
+            model(x).backward()
+        print(seen)
+
+    gives what was promised, what the allocator saw, and what was live outside of the graphs at that
+    moment, with the lines that asked for it.  The step runs slower, because a profile is taken; it
+    is not changed.
+
+    Args:
+        device: whose memory; by default the current CUDA device if CUDA is in use, else the CPU.
+
+    Raises:
+        DTRError: on entering, if a profile is being taken already.
+    """
+    if device is None:
+        is_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else "cpu"
+    return Watch(torch.device(device))
+
+
+class _Active:
+    watch: Watch | None = None
+
+
+_active = _Active()
+
+
+@contextlib.contextmanager
+def _region(graph: SharedGraph, args: Sequence[Any]) -> Iterator[None]:
+    assert _active.watch is not None
+    addresses = frozenset(
+        a.untyped_storage().data_ptr()
+        for a in args
+        if isinstance(a, torch.Tensor) and a.layout is torch.strided
+    )
+    _active.watch.calls.append(_Call(graph, addresses))
+    with record_function(f"{_REGION}{graph.serial}"):
+        yield
+
+
+def running(graph: SharedGraph, args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Around a call of a graph: what is allocated inside is the graph's."""
+    return contextlib.nullcontext() if _active.watch is None else _region(graph, args)
+
+
+# --- before the step ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _There:
+    what: str
+    size_bytes: int
+    device: torch.device
+
+
+def _tensors_there() -> dict[int, _There]:
+    """Address -> the storages that Python's tensors own at this moment."""
+    tensors: list[torch.Tensor] = []
+    optimizers: list[torch.optim.Optimizer] = []
+    for thing in gc.get_objects():
+        # (``isinstance`` would ask objects that pretend to be others.)
+        if issubclass(type(thing), torch.Tensor):
+            tensors.append(thing)
+        elif issubclass(type(thing), torch.optim.Optimizer):
+            optimizers.append(thing)
+    found: dict[int, _There] = {}
+    for optimizer in optimizers:
+        name = f"optimizer state ({type(optimizer).__name__})"
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        _add(found, states, name)
+    parameters = [t for t in tensors if issubclass(type(t), torch.nn.Parameter)]
+    _add(found, (p.grad for p in parameters), "gradients kept from before")
+    _add(found, parameters, "parameters that no graph reads")
+    _add(found, tensors, "other tensors")
+    return found
+
+
+def _add(found: dict[int, _There], values: Iterable[Any], what: str) -> None:
+    for value in values:
+        is_plain = (
+            isinstance(value, torch.Tensor)
+            and not isinstance(value, FakeTensor)
+            and value.layout is torch.strided
+            and value.device.type != "meta"
+        )
+        if not is_plain:
+            continue
+        try:
+            storage = value.untyped_storage()
+            address, size_bytes = storage.data_ptr(), storage.nbytes()
+        except RuntimeError:  # a subclass without a storage of its own
+            continue
+        if address:
+            found.setdefault(address, _There(what, size_bytes, value.device))
+
+
+# --- during the step ------------------------------------------------------------------------------
+
+
+class _Peak:
+    """Follows the events of a step, and keeps what was live when the most was."""
+
+    def __init__(
+        self, before: Mapping[int, _There], before_bytes: int, calls: Sequence[frozenset[int]]
+    ) -> None:
+        self.before = dict(before)
+        self.unknown_bytes = before_bytes - sum(held.size_bytes for held in before.values())
+        self.counted = {a for addresses in calls for a in addresses if a in before}
+        self.calls = iter(calls)
+        self.live: dict[int, tuple[Held, bool]] = {}
+        self.regions: list[tuple[int, int]] = []
+        self.live_bytes = before_bytes
+        self.size_bytes = before_bytes
+        self.at_peak: tuple[dict[int, _There], dict[int, tuple[Held, bool]]] = (dict(before), {})
+
+    def follow(self, tree: Iterable[Any], device: torch.device) -> None:
+        """All events, in order of time."""
+        events: list[tuple[int, int, Any]] = []
+        pending = list(tree)
+        while pending:
+            event = pending.pop()
+            pending.extend(event.children)
+            if _tag(event) == "Allocation":
+                if _is_on(event.extra_fields.device, device):
+                    events.append((event.start_time_ns, len(events), event))
+            elif _operator(event).startswith((_REGION, _BACKWARD)):
+                events.append((event.start_time_ns, len(events), event))
+        # The regions hold what was allocated while they lasted; the profiler nests them elsewhere,
+        # because what opens them returns before they end.
+        regions = [e for _, _, e in events if _operator(e).startswith(_REGION)]
+        self.regions = sorted((e.start_time_ns, e.end_time_ns) for e in regions)
+        for _, _, event in sorted(events):
+            if _tag(event) == "Allocation":
+                self.allocate(event)
+            else:
+                self.count_inputs(event)
+
+    def count_inputs(self, event: Any) -> None:
+        """A graph begins: its arguments, or the gradients that it is given, count from here on."""
+        if event.name.startswith(_REGION):
+            addresses: Iterable[int] = next(self.calls, frozenset())
+        else:
+            inputs = event.extra_fields.inputs or ()
+            addresses = [getattr(i, "storage_data_ptr", 0) for i in inputs]
+        for address in addresses:
+            if address in self.live:
+                self.live[address] = (self.live[address][0], True)
+
+    def allocate(self, event: Any) -> None:
+        """An allocation, or a free."""
+        fields = event.extra_fields
+        if fields.alloc_size < 0:
+            if (
+                self.live.pop(fields.ptr, None) is None
+                and self.before.pop(fields.ptr, None) is None
+            ):
+                return  # of something that was there before and that nobody knew of
+        else:
+            self.live[fields.ptr] = self.origin(event, fields.alloc_size)
+        self.live_bytes += fields.alloc_size
+        if self.live_bytes > self.size_bytes:
+            self.size_bytes = self.live_bytes
+            self.at_peak = (dict(self.before), dict(self.live))
+
+    def origin(self, event: Any, size_bytes: int) -> tuple[Held, bool]:
+        """What an allocation was for, and whether a graph made it."""
+        operator = where = ""
+        latest = bisect.bisect_right(self.regions, (event.start_time_ns, sys.maxsize)) - 1
+        is_inside = latest >= 0 and event.start_time_ns <= self.regions[latest][1]
+        outer = event.parent
+        while outer is not None:
+            name = _operator(outer)
+            if name:
+                is_inside = is_inside or name.startswith(_BACKWARD)
+                operator = operator if name.startswith(_NO_OPERATORS) else name
+            elif _tag(outer) == "PyCall" and not where:
+                caller = outer.extra_fields.caller
+                path = _path(caller.file_name)
+                where = f"{path}:{caller.line_number}" if is_users_code(path) else ""
+            outer = outer.parent
+        return Held(operator or "an allocation", where, size_bytes), is_inside
+
+    def outside(self) -> tuple[Held, ...]:
+        """What no graph counts of what was live at the peak."""
+        before, live = self.at_peak
+        sizes: Counter[tuple[str, str]] = Counter()
+        for address, there in before.items():
+            if address not in self.counted:
+                sizes[there.what, "before the step"] += there.size_bytes
+        for held, is_inside in live.values():
+            if not is_inside:
+                sizes[held.what, held.where] += held.size_bytes
+        if self.unknown_bytes > 0:
+            sizes["what no Python object owns", "before the step"] += self.unknown_bytes
+        found = [Held(what, where, size) for (what, where), size in sizes.items() if size]
+        return tuple(sorted(found, key=lambda h: (-h.size_bytes, h.what, h.where)))
+
+
+def _path(name: str) -> str:
+    """A file's path: the profiler leaves out what ``sys.path`` says."""
+    if os.path.isabs(name):
+        return name
+    paths = (os.path.join(folder or os.getcwd(), name) for folder in sys.path)
+    return next(filter(os.path.exists, paths), name)
+
+
+def _operator(event: Any) -> str:
+    # (Names of Python's functions may hold bytes that are no text.)
+    return str(event.name) if _tag(event) == "TorchOp" else ""
+
+
+def _tag(event: Any) -> str:
+    return str(event.tag).rpartition(".")[2]
+
+
+def _is_on(place: torch.device, device: torch.device) -> bool:
+    return place.type == device.type and (device.index is None or place.index == device.index)

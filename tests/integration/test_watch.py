@@ -1,0 +1,129 @@
+"""``dtrcompile.watch()``: what a step held, what was promised, and what was live outside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dtrcompile
+from dtrcompile.passes.errors import DTRError
+from tests.integration.helpers import compile_dtr
+from tests.integration.test_outside import line_of
+
+ROWS, WIDTH, CLASSES = 256, 64, 1024
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_a_step_whose_loss_is_outside() -> None:
+    model, x = Net(), torch.randn(ROWS, WIDTH)
+    labels = torch.zeros(ROWS, dtype=torch.long)
+    compiled = compile_dtr(model, "min")
+
+    def step() -> None:
+        scores = compiled(x)
+        loss = F.cross_entropy(scores, labels)
+        loss.backward()
+
+    step()
+    model.zero_grad()
+    with dtrcompile.watch("cpu") as seen:
+        step()
+    assert not seen.was_compiling
+    (report,) = dtrcompile.reports()
+    assert seen.promised_bytes == report.promised_peak_bytes
+    assert seen.observed_bytes > 0
+    lines = {held.where: held for held in seen.outside}
+    # Log-probabilities: one for each score, float32.  They live until their gradient is there.
+    held = lines[line_of(step, "cross_entropy")]
+    assert ROWS * CLASSES * 4 <= held.size_bytes <= ROWS * CLASSES * 4 + 8
+    assert "cross_entropy" in held.what
+    labels_held = [held for held in seen.outside if held.what == "other tensors"]
+    assert labels_held and labels_held[0].size_bytes >= labels.nbytes
+    text = str(seen)
+    assert "promised" in text and line_of(step, "loss.backward()") in text
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_what_is_inside_is_as_promised() -> None:
+    class WithLoss(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).square().mean()
+
+    model, x = WithLoss(), torch.randn(ROWS, WIDTH)
+    compiled = compile_dtr(model, "min", compiler="inductor")
+    compiled(x).backward()
+    model.zero_grad()
+    with dtrcompile.watch("cpu") as seen:
+        compiled(x).backward()
+    assert seen.observed_bytes - seen.outside_bytes == seen.promised_bytes
+    # What other tests have left, but nothing of this step.
+    assert {held.where for held in seen.outside} <= {"before the step"}
+
+
+def test_what_was_there_before_the_step() -> None:
+    model, x = Net(), torch.randn(ROWS, WIDTH)
+    unread = nn.Linear(100, 100)
+    optimizer = torch.optim.Adam(model.parameters())
+    compiled = compile_dtr(model, "100%")
+    for _ in range(2):  # gradients are kept
+        compiled(x).sum().backward()
+        optimizer.step()
+    with dtrcompile.watch("cpu") as seen:
+        compiled(x).sum().backward()
+    held = {h.what: h.size_bytes for h in seen.outside if h.where == "before the step"}
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
+    # Other tests may have left something for the garbage collector.
+    assert held["gradients kept from before"] >= parameter_bytes
+    assert held["optimizer state (Adam)"] >= 2 * parameter_bytes
+    assert held["parameters that no graph reads"] >= sum(p.nbytes for p in unread.parameters())
+
+
+def test_a_model_that_is_not_compiled() -> None:
+    model, x = Net(), torch.randn(ROWS, WIDTH)
+    with dtrcompile.watch("cpu") as seen:
+        model(x).sum().backward()
+    assert seen.promised_bytes is None
+    assert "no graph ran" in str(seen)
+    assert line_of(test_a_model_that_is_not_compiled, "model(x).sum()") in str(seen) or seen.outside
+
+
+def test_a_step_that_compiles() -> None:
+    with dtrcompile.watch("cpu") as seen:
+        compile_dtr(Net(), "100%")(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert seen.was_compiling
+    assert "watch a later step" in str(seen)
+
+
+def test_watching_twice_is_refused() -> None:
+    with (
+        dtrcompile.watch("cpu"),
+        pytest.raises(DTRError, match="one at a time"),
+        dtrcompile.watch("cpu"),
+    ):
+        pass
+    with dtrcompile.watch("cpu"):
+        pass
+
+
+def test_an_error_in_the_step_is_the_users() -> None:
+    with pytest.raises(KeyError), dtrcompile.watch("cpu"):
+        raise KeyError("the user's")
+    with dtrcompile.watch("cpu"):
+        pass
