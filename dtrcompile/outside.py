@@ -39,6 +39,7 @@ from dtrcompile.passes.torch_private import (
     dynamo_config,
     exceeds_recompile_limit,
     frame_compilation_hooks,
+    output_codes,
     register_frame_compilation_hook,
 )
 
@@ -379,7 +380,8 @@ def _called_from() -> str:
 def _where(frame: FrameType | None) -> str:
     for outer in _frames(frame):
         name = outer.f_code.co_filename
-        if is_users_code(name):
+        # What Dynamo made of a function says that it is of the function's file.
+        if is_users_code(name) and outer.f_code not in output_codes:
             return f"{name}:{outer.f_lineno}"
     return ""
 
