@@ -130,7 +130,7 @@ class SharedGraph:
             Expected(
                 allowed_bytes=own_bytes + outside_bytes + reserved_bytes,
                 promised_bytes=promised_bytes,
-                constant_bytes=planned.chosen.constant_bytes,
+                constant_bytes=planned.chosen.constant_bytes + outside_bytes,
                 called_at=called_at(),
             )
         )

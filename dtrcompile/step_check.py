@@ -62,7 +62,8 @@ class Expected:
     Attributes:
         allowed_bytes: the budget, with what is reserved of it.
         promised_bytes: what its graphs hold at most.
-        constant_bytes: of these, what was there before: parameters and inputs.
+        constant_bytes: of these, what was there before: parameters, inputs, and what other graphs
+            and a counted optimizer hold.
         called_at: ``file:line`` of the first call.
     """
 

@@ -107,10 +107,12 @@ class Net(nn.Module):
 def test_steps_of_a_model(monkeypatch: pytest.MonkeyPatch, reserve: object, is_told: bool) -> None:
     statistics = Statistics()
     monkeypatch.setattr(shared_graph, "check_of", lambda _: StepCheck("cuda:0", statistics))
-    compiled = compile_dtr(Net(), "8MiB" if is_told else "11MiB", reserve=reserve)
+    model = Net()
+    compiled = compile_dtr(model, "8MiB" if is_told else "11MiB", reserve=reserve)
 
     def step() -> None:
         compiled(torch.randn(4, 32)).backward()
+        model.zero_grad()
 
     step()
     statistics.peak = 30 * MIB  # while it compiled
