@@ -34,6 +34,7 @@ _BACKWARD = "CompiledFunctionBackward"
 # Regions that hold operators, and are none.
 _NO_OPERATORS = ("autograd::engine::", "Torch-Compiled Region", "ProfilerStep")
 _MOST_LINES = 12
+_KEPT = "gradients kept from before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,13 @@ class Watch:
         _active.watch = None
         if error is not None:
             return
-        peak = _Peak(self._before, self._before_bytes, [call.addresses for call in self.calls])
+        graphs = list(dict.fromkeys(call.graph for call in self.calls))
+        peak = _Peak(
+            self._before,
+            self._before_bytes,
+            [call.addresses for call in self.calls],
+            _promised_beside(graphs),
+        )
         kineto = self._profile.profiler.kineto_results
         peak.follow(kineto.experimental_event_tree(), self.device)
         self.observed_bytes = peak.size_bytes
@@ -148,7 +155,6 @@ class Watch:
         self.outside = peak.outside()
         self.was_compiling = compilations() != self._compilations
         self.messages = told()
-        graphs = dict.fromkeys(call.graph for call in self.calls)
         promised = [p for p in (graph.promised_bytes() for graph in graphs) if p is not None]
         self.promised_bytes = max(promised) if promised else None
         self.calls.clear()
@@ -244,14 +250,32 @@ def _tensors_there() -> dict[int, _There]:
             optimizers.append(thing)
     found: dict[int, _There] = {}
     for optimizer in optimizers:
-        name = f"optimizer state ({type(optimizer).__name__})"
         states = [value for state in optimizer.state.values() for value in state.values()]
-        _add(found, states, name)
+        _add(found, states, _state_of(optimizer))
     parameters = [t for t in tensors if issubclass(type(t), torch.nn.Parameter)]
-    _add(found, (p.grad for p in parameters), "gradients kept from before")
+    _add(found, (p.grad for p in parameters), _KEPT)
     _add(found, parameters, "parameters that no graph reads")
     _add(found, tensors, "other tensors")
     return found
+
+
+def _promised_beside(graphs: Iterable[SharedGraph]) -> frozenset[str]:
+    """What the promise of these graphs holds beside them, by its name here."""
+    promised: set[str] = set()
+    for graph in graphs:
+        if graph.beside().kept_bytes:
+            promised.add(_KEPT)
+        if graph.ledger.options.counts_optimizers:
+            promised.update(
+                _state_of(thing)
+                for thing in gc.get_objects()
+                if issubclass(type(thing), torch.optim.Optimizer)
+            )
+    return frozenset(promised)
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> str:
+    return f"optimizer state ({type(optimizer).__name__})"
 
 
 def _add(found: dict[int, _There], values: Iterable[Any], what: str) -> None:
@@ -280,8 +304,13 @@ class _Peak:
     """Follows the events of a step, and keeps what was live when the most was."""
 
     def __init__(
-        self, before: Mapping[int, _There], before_bytes: int, calls: Sequence[frozenset[int]]
+        self,
+        before: Mapping[int, _There],
+        before_bytes: int,
+        calls: Sequence[frozenset[int]],
+        promised: frozenset[str],
     ) -> None:
+        self.promised = promised
         self.before = dict(before)
         self.unknown_bytes = before_bytes - sum(held.size_bytes for held in before.values())
         self.counted = {a for addresses in calls for a in addresses if a in before}
@@ -364,7 +393,7 @@ class _Peak:
         before, live = self.at_peak
         sizes: Counter[tuple[str, str]] = Counter()
         for address, there in before.items():
-            if address not in self.counted:
+            if address not in self.counted and there.what not in self.promised:
                 sizes[there.what, "before the step"] += there.size_bytes
         for held, is_inside in live.values():
             if not is_inside:
