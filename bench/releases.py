@@ -37,6 +37,9 @@ REPLACED = (
 )
 # Done again, or relied on to be done so (inductor, schedule, emit, backend).
 FOLLOWED = (
+    "_dynamo/cache_size.py:exceeds_recompile_limit",
+    "_dynamo/convert_frame.py:_compile",
+    "_dynamo/utils.py:get_hook_for_recompile_user_context",
     "_functorch/_aot_autograd/graph_compile.py:collect_fw_donated_buffer_idxs",
     "_functorch/partitioners.py:_extract_fwd_bwd_modules",
     "_functorch/partitioners.py:min_cut_rematerialization_partition",
