@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -289,10 +290,13 @@ def look_at_backward(node: Any, peak_bytes: int, called_at: str) -> None:
         called_at: ``file:line`` of the call of the model.
     """
 
+    # A hook that held the node would hold what is saved for a backward that never comes.
+    reference = weakref.ref(node)
+
     def arrived(_gradients: Any) -> None:
         handle.remove()
         for frame, roots in _backward_calls():
-            outside = _computed_outside(roots, node)
+            outside = _computed_outside(roots, reference())
             if outside is not None:
                 _tell_of_loss(outside, peak_bytes, _where(frame), called_at)
                 return

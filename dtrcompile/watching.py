@@ -138,13 +138,14 @@ class Watch:
             torch.cuda.synchronize(self.device)
         self._profile.__exit__(kind, error, trace)
         _active.watch = None
+        calls, self.calls = self.calls, []
         if error is not None:
             return
-        graphs = list(dict.fromkeys(call.graph for call in self.calls))
+        graphs = list(dict.fromkeys(call.graph for call in calls))
         peak = _Peak(
             self._before,
             self._before_bytes,
-            [call.addresses for call in self.calls],
+            [call.addresses for call in calls],
             _promised_beside(graphs),
         )
         kineto = self._profile.profiler.kineto_results
@@ -157,7 +158,6 @@ class Watch:
         self.messages = told()
         promised = [p for p in (graph.promised_bytes() for graph in graphs) if p is not None]
         self.promised_bytes = max(promised) if promised else None
-        self.calls.clear()
 
     def __str__(self) -> str:
         promised = "nothing: no graph ran"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -198,6 +200,19 @@ def test_a_loss_outside() -> None:
     # 4 x 64 probabilities in float32, and one loss.
     assert "LogSoftmax" in message and "1.0 KiB" in message
     assert f"at {line_of(test_a_loss_outside, 'cross_entropy')}" in message
+
+
+def test_nothing_waits_for_a_backward_that_never_comes() -> None:
+    compiled = compile_dtr(TwoLayers(), "100%")
+    gc.collect()
+    gc.disable()
+    try:
+        loss = compiled(batch())
+        node = weakref.ref(loss.grad_fn)
+        del loss
+        assert node() is None
+    finally:
+        gc.enable()
 
 
 def test_under_fullgraph_the_user_sees_the_exception() -> None:
