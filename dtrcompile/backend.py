@@ -348,9 +348,7 @@ class _Session:
         """
         if budget_bytes is None or self.options.is_whole_peak or not self.around_bytes:
             return
-        refusal = self.assignment.beside.refusal(budget_bytes, self.around_bytes)
-        if refusal is not None:
-            raise refusal
+        self.assignment.beside.check(budget_bytes, self.around_bytes)
 
     def tell(self, assignment: Assignment) -> None:
         """More lies beside it than it was compiled for, and it stays as it is."""

@@ -106,13 +106,17 @@ class Beside:
         own_bytes = self.resident_bytes - self.kept_bytes
         return max(peak_bytes + own_bytes, self.in_step_bytes(around_bytes))
 
-    def refusal(self, budget_bytes: int, around_bytes: int) -> InfeasibleBudgetError | None:
-        """If ``optimizer.step()`` does not fit."""
+    def check(self, budget_bytes: int, around_bytes: int) -> None:
+        """Hold what is there inside of ``optimizer.step()`` to the budget.
+
+        Raises:
+            InfeasibleBudgetError: which names what it needs.
+        """
         held_bytes = self.in_step_bytes(around_bytes)
         if held_bytes <= budget_bytes:
-            return None
+            return
         own = [*self.resident.items(), ("gradients", self.gradient_bytes)]
-        return InfeasibleBudgetError(
+        raise InfeasibleBudgetError(
             budget_bytes,
             minimum_bytes=held_bytes,
             operator=self.step_name,

@@ -86,9 +86,8 @@ class Ledger:
             beside: what no graph holds.
         """
         if self.options.is_whole_peak:
-            return Assignment(
-                beside=beside
-            )  # the whole peak of the step: every graph may have its own
+            # The whole peak of the step: every graph may have its own.
+            return Assignment(beside=beside)
         waiting = self.waiting_calls()
         outside = 0
         for graph in self._alive():
@@ -278,9 +277,7 @@ class Ledger:
                 if own_bytes is None or graph.assignment.is_share_of_unknown:
                     continue
                 budget_bytes = own_bytes + graph.assignment.rest.outside_bytes
-                refusal = self.surroundings.current.refusal(budget_bytes, planned.around_bytes)
-                if refusal is not None:
-                    raise refusal
+                self.surroundings.current.check(budget_bytes, planned.around_bytes)
 
     def parameters_beside(self, graph: SharedGraph) -> list[torch.Tensor]:
         """Parameters of a graph, and of those that were seen in one step with it."""

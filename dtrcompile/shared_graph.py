@@ -178,7 +178,14 @@ class SharedGraph:
         self.has_to_choose = False
 
     def _chosen(self, values: Values) -> Code:
+        beside = self.assignment.beside
         try:
+            planned = self.code.at(self.symbols.sizes(values)) if beside.step_name else None
+            if planned is not None and planned.trains:
+                own_bytes = self.own_bytes(planned)
+                if own_bytes is not None:
+                    budget_bytes = own_bytes + self.assignment.rest.outside_bytes
+                    beside.check(budget_bytes, planned.around_bytes)
             return self.family.choose(values)
         except InfeasibleBudgetError as refusal:
             raise (refusal.with_advice(_KEPT_GRADIENTS) if self.kept_bytes else refusal) from None

@@ -128,9 +128,7 @@ class Step:
             self.beside.whole_bytes(peak_bytes, self.around_bytes), plans[0].available_bytes
         )
         if budget_bytes is not None:
-            refusal = self.beside.refusal(budget_bytes, self.around_bytes)
-            if refusal is not None:
-                raise refusal
+            self.beside.check(budget_bytes, self.around_bytes)
         if budget_bytes is None:
             self.compile_smallest()
         else:

@@ -10,17 +10,20 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import dtrcompile
+from dtrcompile.options import variable_of
 
 # Plans are made anew in every run: a cached graph would hide a change of the planner.  Compiled
 # C++ stays cached, by its contents.
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
-os.environ.pop("DTRCOMPILE_BUDGET", None)
+for option in fields(dtrcompile.Options):
+    os.environ.pop(variable_of(option.name), None)
 # Workers side by side take a core each: threads that wait for one another, and further processes
 # that compile, would cost more.
 if "PYTEST_XDIST_WORKER" in os.environ:

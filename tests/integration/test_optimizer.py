@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -125,6 +126,7 @@ def test_an_optimizer_that_cannot_be_counted_is_refused() -> None:
 
 
 def test_master_weights_and_averages_are_named() -> None:
+    gc.collect()  # optimizers of models with equal options count together, as long as they live
     model = make_model().bfloat16()
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     average = AveragedModel(model)
@@ -149,7 +151,8 @@ def test_an_optimizer_that_is_made_late_is_found_when_it_steps() -> None:
     optimizer.step()
     optimizer.zero_grad()
     loss_of(x).backward()
-    (report,) = dtrcompile.reports()
+    report = dtrcompile.reports()[-1]
+    assert report.recomputed
     assert sum(report.beside.values()) == state_bytes(optimizer)
     assert report.step_bytes <= 1024 * KIB
 
@@ -201,8 +204,8 @@ def test_gradients_that_are_kept_come_off_the_budget(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "dtrcompile"):
         for _ in range(4):
             loop.loss_of(loop.batch).backward()
-    (message,) = (r.getMessage() for r in caplog.records if "gradients are kept" in r.getMessage())
-    assert "planned again" in message and "zero_grad" in message
+    (message,) = (r.getMessage() for r in caplog.records if "still in .grad" in r.getMessage())
+    assert "come off the budget" in message and "zero_grad" in message
     report = dtrcompile.reports()[-1]
     assert report.beside["gradients kept from an earlier backward"] == gradients
     assert report.recomputed
@@ -227,9 +230,10 @@ def test_a_budget_with_room_for_kept_gradients_is_compiled_once(
     with caplog.at_level(logging.WARNING, "dtrcompile"):
         for _ in range(3):
             loop.loss_of(loop.batch).backward()
-    (message,) = (r.getMessage() for r in caplog.records if "gradients are kept" in r.getMessage())
-    assert "has room" in message
-    assert not dtrcompile.reports()[-1].recomputed
+    assert [r.getMessage() for r in caplog.records if "still in .grad" in r.getMessage()]
+    (report,) = dtrcompile.reports()
+    assert not report.recomputed
+    assert "gradients kept from an earlier backward" in report.beside
 
 
 def test_kept_gradients_without_room_are_refused_before_the_step_until_they_are_gone() -> None:

@@ -301,6 +301,71 @@ class TestWhichSourceWins:
             Options.parse()
         assert Options.parse({"budget": 1}).budget.size_bytes == 1
 
+    @pytest.mark.parametrize(
+        ("option", "text", "given_value"),
+        [
+            ("reserve", "2GiB", "2GiB"),
+            ("reserve", "optimizer", "optimizer"),
+            ("planner", "dtr", "dtr"),
+            ("heuristic", sorted(HEURISTICS)[0], sorted(HEURISTICS)[0]),
+            ("planning_s", "1.5", 1.5),
+            ("cost_model", "measured", "measured"),
+            ("compiler", "eager", "eager"),
+            (
+                "inductor",
+                '{"mode": "default", "a": [1, true]}',
+                {"mode": "default", "a": [1, True]},
+            ),
+            ("verify", "no", False),
+            ("several_graphs", "1", True),
+            ("most_plans", "2", 2),
+        ],
+    )
+    def test_every_option_has_a_variable(
+        self, option: str, text: str, given_value: object, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(f"DTRCOMPILE_{option.upper()}", text)
+        assert Options.parse() == Options.parse({option: given_value}) != Options()
+        assert Options.parse({option: getattr(Options(), option)} if option == "verify" else {})
+
+    @pytest.mark.parametrize(
+        ("variable", "text", "message"),
+        [
+            ("DTRCOMPILE_PLANNER", "best", "unknown planner in environment variable"),
+            ("DTRCOMPILE_PLANNING_S", "long", "DTRCOMPILE_PLANNING_S must be a number"),
+            ("DTRCOMPILE_PLANNING_S", "-1", "DTRCOMPILE_PLANNING_S must be a number"),
+            ("DTRCOMPILE_SEVERAL_GRAPHS", "maybe", "must be one of 1, true"),
+            ("DTRCOMPILE_INDUCTOR", "max-autotune", "must be a JSON object"),
+            ("DTRCOMPILE_INDUCTOR", "[1]", "DTRCOMPILE_INDUCTOR must be a mapping"),
+            ("DTRCOMPILE_MOST_PLANS", "0", "DTRCOMPILE_MOST_PLANS must be a whole number"),
+            ("DTRCOMPILE_RESERVE", "min", "DTRCOMPILE_RESERVE must be an amount"),
+            ("DTRCOMPILE_BUGDET", "8GiB", "Did you mean DTRCOMPILE_BUDGET"),
+        ],
+    )
+    def test_variables_are_checked_like_options(
+        self, variable: str, text: str, message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(variable, text)
+        with pytest.raises(OptionError, match=message):
+            Options.parse()
+
+
+def test_the_optimizer_is_an_object_and_no_part_of_a_cache_key() -> None:
+    optim = pytest.importorskip("torch.optim")
+    import torch
+
+    first, second = (optim.SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2))
+    options = Options.parse({"optimizer": first})
+    assert options.counts_optimizers and options.optimizer.alive() == [first]
+    assert options == Options.parse({"optimizer": [first]})
+    assert options != Options.parse({"optimizer": second})
+    assert options.cache_key() == Options.parse({"optimizer": second}).cache_key()
+    assert options.cache_key() != Options().cache_key()
+    assert pickle.loads(pickle.dumps(options)) == Options()
+    assert Options.parse({"optimizer": None}) == Options()
+    with pytest.raises(OptionError, match="reserve='optimizer'"):
+        Options.parse({"optimizer": "AdamW"})
+
 
 def test_set_defaults_adds_up_and_reset_forgets() -> None:
     dtrcompile.set_defaults(budget="20%")
