@@ -134,17 +134,18 @@ def compile_graph(
     symbols = Symbols.of_graph(gm)
     parameters = _parameters(gm)
     step_peak = ledger.step_peaks.of(parameters)
-    ledger.surroundings.see(parameters, _device_of(parameters, example_inputs), options)
+    device = _device_of(parameters, example_inputs)
     source = _Source(gm, example_inputs, options, symbols, step_peak, graph_break(gm))
-    return SharedGraph(
-        ledger,
-        source.compile,
-        more_graphs_follow(gm),
-        graph=source.graph,
-        symbols=symbols,
-        step_peak=step_peak,
-        parameters=parameters,
-    )
+    with ledger.surroundings.seeing(parameters, device, options):
+        return SharedGraph(
+            ledger,
+            source.compile,
+            more_graphs_follow(gm),
+            graph=source.graph,
+            symbols=symbols,
+            step_peak=step_peak,
+            parameters=parameters,
+        )
 
 
 def _reset() -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -183,22 +184,38 @@ class Surroundings:
             weakref.WeakKeyDictionary()
         )
 
-    def see(
+    @contextmanager
+    def seeing(
         self, parameters: Iterable[torch.Tensor], device: torch.device, options: Options
-    ) -> None:
-        """A graph that reads these parameters is about to be compiled.
+    ) -> Iterator[None]:
+        """Around the first compilation of a graph that reads these parameters.
+
+        If that fails, nothing of it is remembered: it must not be in the way of other graphs.
 
         Args:
             options: the graph's; its optimizer may be another one than the ledger's first.
+
+        Raises:
+            UnknownOptimizerError: as `look`.
         """
+        given = {id(o): weakref.ref(o) for o in options.optimizer.alive()}
+        read = {id(p): weakref.ref(p) for p in parameters}
         with self.lock:
-            for item in options.optimizer.alive():
-                self.given[id(item)] = weakref.ref(item)
-            for parameter in parameters:
-                self.read[id(parameter)] = weakref.ref(parameter)
+            # An address may be another object's by now.
+            added_given = {k: r for k, r in given.items() if self.given.get(k) is not r}
+            added_read = {k: r for k, r in read.items() if self.read.get(k) is not r}
+            self.given |= given
+            self.read |= read
             if device.type != "cpu":
                 self.device = device
+        try:
             self.look()
+            yield
+        except BaseException:
+            with self.lock:
+                self.given = {k: r for k, r in self.given.items() if k not in added_given}
+                self.read = {k: r for k, r in self.read.items() if k not in added_read}
+            raise
 
     def kept_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
         """Bytes of the gradients of ``parameters`` that exist."""
@@ -334,10 +351,10 @@ class Surroundings:
         known = self.counted.get(optimizer)
         if known is not None:
             return known[0] != self._form(optimizer, known[0][1])
-        is_ours = id(optimizer) in self.given
-        if self.options.finds_optimizers:
-            is_ours = is_ours or any(id(p) in self.read for p in parameters_of(optimizer))
-        return is_ours
+        if any(ref() is optimizer for ref in self.given.values()):
+            return True
+        read = {id(t) for t in self.alive()} if self.options.finds_optimizers else set()
+        return any(id(p) in read for p in parameters_of(optimizer))
 
     def _form(self, optimizer: Optimizer, states: int | None = None) -> _Form:
         """What its bytes depend on, as far as that changes."""

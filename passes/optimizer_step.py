@@ -41,6 +41,7 @@ from dtrcompile.passes.torch_private import (
     FakeTensor,
     FakeTensorMode,
     disable_modes,
+    functorch_config,
     optimizer_module,
 )
 from dtrcompile.passes.workspaces import measured_workspace_bytes, workspace_bytes
@@ -201,7 +202,9 @@ class _Run:
         self.real = innermost(optimizer)
         self.device = device
         self.allocator = allocator
-        self.mode = FakeTensorMode(allow_non_fake_inputs=False)
+        # A foreign kernel that asks for an address is to be told that there is none.
+        with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+            self.mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.values = WeakTensorKeyDictionary()
         self.counting = _Counting(device, allocator, self.values, condition)
 
