@@ -23,7 +23,6 @@ NOT_COMPILED = {
 
 # Operators that run, but outside of the graph, which Dynamo breaks there whatever the backend.
 BREAKS_THE_GRAPH = {
-    "combinations": "the output's shape depends on the data",
     "corrcoef": "checks its input's values",
     "cov": "checks its input's values",
     "masked_select": "the output's shape depends on the data",
@@ -36,9 +35,9 @@ BREAKS_THE_GRAPH = {
 }
 
 # What older releases of PyTorch do otherwise, and the first that does not: Dynamo breaks the graph,
-# to check the quantiles' values; and Inductor draws other numbers than eager PyTorch, although its
-# fallback is on.
-BREAKS_THE_GRAPH_BEFORE = {"quantile": (2, 12), "nanquantile": (2, 12)}
+# to check the quantiles' values, or where combinations are taken by a mask; and Inductor draws other
+# numbers than eager PyTorch, although its fallback is on.
+BREAKS_THE_GRAPH_BEFORE = {"quantile": (2, 12), "nanquantile": (2, 12), "combinations": (2, 14)}
 DRAWS_OTHERWISE_BEFORE = {"nn.functional.rrelu": (2, 13)}
 
 # (rtol, atol) where Inductor's decompositions round differently from eager PyTorch.
