@@ -35,8 +35,8 @@ BREAKS_THE_GRAPH = {
 }
 
 # What older releases of PyTorch do otherwise, and the first that does not: Dynamo breaks the graph,
-# to check the quantiles' values, or where combinations are taken by a mask; and Inductor draws other
-# numbers than eager PyTorch, although its fallback is on.
+# to check the values of quantiles, or where combinations are taken by a mask; and Inductor draws
+# other numbers than eager PyTorch, although its fallback is on.
 BREAKS_THE_GRAPH_BEFORE = {"quantile": (2, 12), "nanquantile": (2, 12), "combinations": (2, 14)}
 DRAWS_OTHERWISE_BEFORE = {"nn.functional.rrelu": (2, 13)}
 
