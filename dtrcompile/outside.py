@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import traceback
@@ -37,6 +38,7 @@ from dtrcompile.passes.torch_private import (
     Unsupported,
     UserError,
     callback_handler,
+    counters,
     dynamo_config,
     exceeds_recompile_limit,
     frame_compilation_hooks,
@@ -55,6 +57,10 @@ _CONVERT_FRAME = "torch._dynamo.convert_frame"
 _RESUMED = "torch_dynamo_resume_in_"
 # What stands between the graphs of DDP's buckets is nothing.
 _DDP = "DDPOptimizer"
+_LOGGER_METHOD = re.compile(r"method: <Logger [^>]*>\.(\w+)")
+# Dynamo's reason where it met the real one inside of a function that the line calls; the real one
+# is then the last that it counted.
+_INSIDE_A_CALL = "step_unsupported"
 # What holds less than this part of what the graph does is not worth a word.
 _WORTH_SAYING = 0.01
 
@@ -65,8 +71,8 @@ _REMEDIES = {
         " into the graph"
     ),
     "logging.Logger": (
-        "Add the method to torch._dynamo.config.ignore_logging_functions, and the graph goes on"
-        " past it"
+        "Run torch._dynamo.config.ignore_logging_functions.add(logging.Logger.{method}) before the"
+        " model first runs, and the graph goes on past it"
     ),
     "builtin operator `print`": (
         "Take the print out, or add print to torch._dynamo.config.reorderable_logging_functions"
@@ -141,11 +147,14 @@ def graph_break(gm: fx.GraphModule) -> str:
     if reason is None or not reason.graph_break or reason.reason.startswith(_DDP):
         return ""
     where, line = _place(reason.user_stack, gm.forward.__code__)
+    why = reason.reason
+    if why == _INSIDE_A_CALL:
+        why = next(reversed(counters["graph_break"]), why)
     return tell(
         "break",
         where,
         f"{line}ends a graph{_called_from()}. What runs before the next graph is in no plan, and"
-        f" what it holds does not count. {_why(reason.reason)}",
+        f" what it holds does not count. {_why(why)}",
     )
 
 
@@ -436,6 +445,8 @@ def _why(reason: str) -> str:
     why = _first_line(explanations[0] if explanations else reason)
     if why.endswith(":."):  # a list follows; the headline is shorter
         why = _first_line(reason)
+    method = _LOGGER_METHOD.search(reason)
+    remedies = [r.replace("{method}", method[1] if method else "warning") for r in remedies]
     what_to_do = (remedies or hints or ["Move it out of the model"])[0].rstrip(".")
     return f"Dynamo says: {why} {what_to_do}"
 

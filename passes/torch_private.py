@@ -24,6 +24,7 @@ from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._dynamo.convert_frame import output_codes
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
+from torch._dynamo.utils import counters
 from torch._dynamo.utils import (
     get_hook_for_recompile_user_context as frame_compilation_hooks,
 )

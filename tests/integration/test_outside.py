@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtrcompile
-from dtrcompile.outside import told
+from dtrcompile.outside import forget, graph_break, told
+from dtrcompile.passes.torch_private import counters
 from tests.integration.helpers import compile_dtr
 
 WIDTH = 32
@@ -25,6 +28,7 @@ LOGGER = logging.getLogger("a model's")
 @pytest.fixture(autouse=True)
 def fresh(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     torch._dynamo.reset()
+    forget()
     dtrcompile.clear_reports()
     caplog.set_level(logging.WARNING, logger="dtrcompile")
     yield
@@ -121,6 +125,32 @@ def test_graph_breaks_and_functions_left_to_eager(
     assert remedy in message
     if dtrcompile.reports():
         assert message in dtrcompile.reports()[0].notes
+
+
+def test_the_remedy_for_a_logger() -> None:
+    compile_dtr(Logs(), "100%")(batch()).backward()
+    (message,) = told()
+    assert "ignore_logging_functions.add(logging.Logger.error) before" in message
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(ignore_logging_functions={logging.Logger.error}):
+        compile_dtr(Logs(), "100%", fullgraph=True)(batch()).backward()
+    assert not told()
+
+
+def test_a_break_inside_of_what_a_line_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo then tells the backend no reason (the loss function of transformers' models)."""
+    gm = torch.fx.symbolic_trace(TwoLayers())
+    line = traceback.FrameSummary(__file__, 3, "forward")
+    gm.compile_subgraph_reason = SimpleNamespace(
+        reason="step_unsupported", user_stack=[line], graph_break=True
+    )
+    reason = (
+        "a reason\n  Explanation: loggers.\n  method: <Logger x (INFO)>.info_once, logging.Logger"
+    )
+    monkeypatch.setitem(counters, "graph_break", {"an earlier one": 1, reason: 1})
+    message = graph_break(gm)
+    assert message.startswith(f"{__file__}:3: ")
+    assert "Dynamo says: loggers. Run" in message and "logging.Logger.info_once" in message
 
 
 def test_a_model_that_runs_inside(caplog: pytest.LogCaptureFixture) -> None:
