@@ -23,7 +23,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from dtrcompile.options import Options
 from dtrcompile.passes.allocators import EXACT, allocator_of
@@ -158,10 +161,29 @@ class KeptGradients:
             self.seen[first] = [weakref.ref(args[i]) for i, _ in self.inputs]
         return sum(size for i, size in self.inputs if args[i].grad is not None)
 
+    def of(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """The parameters among the inputs of a call."""
+        return [args[i] for i, _ in self.inputs or ()]
+
     def parameters(self) -> list[torch.Tensor]:
         """All that it was called with, as far as they exist."""
         self.seen = {key: refs for key, refs in self.seen.items() if refs[0]() is not None}
         return [p for refs in self.seen.values() for ref in refs if (p := ref()) is not None]
+
+
+class OptimizerSteps:
+    """How many steps optimizers have taken since this was made."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        counter = weakref.ref(self)
+
+        def hook(_optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+            steps = counter()
+            if steps is not None:
+                steps.count += 1
+
+        weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
 
 
 class Surroundings:

@@ -225,6 +225,8 @@ class Family:
             except InfeasibleBudgetError as refusal:
                 if factor > 1.0:
                     continue
+                if not self.symbols:
+                    return refusal
                 return refusal.with_advice(
                     f"The graph is asked to run at {self.symbols.sizes(values)}; smaller sizes"
                     " still run."

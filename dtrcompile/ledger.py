@@ -32,7 +32,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from dtrcompile.beside import NOTHING_BESIDE, Beside, Surroundings, before_steps
+from dtrcompile.beside import (
+    NOTHING_BESIDE,
+    Beside,
+    OptimizerSteps,
+    Surroundings,
+    before_steps,
+)
 from dtrcompile.options import BudgetKind, Options
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.sharing import Rest
@@ -66,6 +72,7 @@ class Ledger:
         self.surprises = 0
         self.step_peaks = StepPeaks()
         self.together: dict[int, set[int]] = {}  # graphs by serial, of one step
+        self.optimizer_steps = OptimizerSteps()
         self.most_kept_bytes = 0  # gradients in ``.grad`` that the user was told of
         if options.counts_optimizers:
             before_steps(weakref.ref(self), Ledger.before_optimizer_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,10 @@ class SharedGraph:
         # Where it changed what lies beside the graphs, the plan has to be looked at again.
         self.changes = ledger.surroundings.changes
         self.has_to_choose = False
+        # Gradients that an optimizer has used are stale.  Many loops drop them only between forward
+        # and backward, so that they are in the way of forward alone; that is learned.
+        self.is_stale = self.drops_stale = False
+        self.steps_before = ledger.optimizer_steps.count
         self.assignment = ledger.first_assignment(
             more_follow or options.several_graphs, beside=self.beside()
         )
@@ -188,7 +192,60 @@ class SharedGraph:
                     beside.check(budget_bytes, planned.around_bytes)
             return self.family.choose(values)
         except InfeasibleBudgetError as refusal:
-            raise (refusal.with_advice(_KEPT_GRADIENTS) if self.kept_bytes else refusal) from None
+            if not self.kept_bytes:
+                raise
+            advised = refusal.with_advice(f"{refusal.advice} {_KEPT_GRADIENTS}".strip())
+            if not self.is_stale or self.drops_stale:
+                raise advised from None
+        return self._chosen_for_dropped(values, advised)
+
+    def _chosen_for_dropped(self, values: Values, refusal: InfeasibleBudgetError) -> Code:
+        """As if the gradients that are there were gone when backward begins: that is checked then.
+
+        Raises:
+            InfeasibleBudgetError: ``refusal``, if there is no room for them in forward either.
+        """
+        self.drops_stale = True
+        self.ledger.look_beside(self, self.kept.last_bytes)
+        try:
+            code = self.family.choose(values)
+            planned = code.at(self.symbols.sizes(values))
+            if planned is not None and self._forward_fits(planned):
+                return code
+        except InfeasibleBudgetError:
+            pass
+        self.drops_stale = False
+        self.ledger.look_beside(self, self.kept.last_bytes)
+        raise refusal
+
+    def _forward_fits(self, planned: Planned) -> bool:
+        """Whether forward holds the budget with the gradients that are there."""
+        own_bytes = self.own_bytes(planned)
+        held_bytes = planned.chosen.forward_peak_bytes + self.kept_bytes
+        return own_bytes is None or held_bytes <= own_bytes
+
+    def look_at_kept(self, parameters: list[torch.Tensor], planned: Planned | None) -> None:
+        """Backward begins, and there were gradients when forward did.
+
+        Raises:
+            InfeasibleBudgetError: if the budget rests on their being gone.
+        """
+        are_dropped = all(p.grad is None for p in parameters)
+        if are_dropped == self.drops_stale:
+            return
+        relied, self.drops_stale = self.drops_stale, are_dropped
+        self.changes = -1  # to be looked at again
+        if not relied or planned is None:
+            return
+        own_bytes = self.own_bytes(planned)
+        held_bytes = planned.own_peak_bytes + self.kept_bytes
+        if own_bytes is not None and held_bytes > own_bytes:
+            outside_bytes = self.assignment.rest.outside_bytes
+            raise InfeasibleBudgetError(
+                own_bytes + outside_bytes,
+                minimum_bytes=held_bytes + outside_bytes,
+                advice=_KEPT_GRADIENTS,
+            )
 
     def _hold_provisionally(self) -> None:
         """Its step is not known yet, and more lies beside it than when it was compiled."""
@@ -201,12 +258,21 @@ class SharedGraph:
 
     def beside(self) -> Beside:
         """What lies beside the graphs now, with the gradients that its parameters have."""
-        return self.ledger.surroundings.current.with_kept(self.kept_bytes)
+        is_dropped = self.is_stale and self.drops_stale
+        return self.ledger.surroundings.current.with_kept(0 if is_dropped else self.kept_bytes)
 
     def __call__(self, *args: Any) -> Any:
         ledger = self.ledger
         kept_bytes = self.kept.bytes_of(args)
-        if kept_bytes != self.kept.last_bytes or ledger.surroundings.changes != self.changes:
+        is_stale = False
+        if kept_bytes and torch.is_grad_enabled():
+            is_stale = ledger.optimizer_steps.count != self.steps_before
+        if (
+            kept_bytes != self.kept.last_bytes
+            or is_stale != self.is_stale
+            or ledger.surroundings.changes != self.changes
+        ):
+            self.is_stale = is_stale
             ledger.look_beside(self, kept_bytes)
         before = ledger.before_call(self)
         if ledger.step_check is not None and not ledger.anything_waits():
@@ -227,7 +293,10 @@ class SharedGraph:
             result = self.code.function(*args)
         node = _backward_node(result)
         if node is not None:
+            self.steps_before = ledger.optimizer_steps.count
             planned = None if is_hooked else self.planned
+            if is_stale:
+                node.register_prehook(_looking_at_kept(self, args))
             self.waiting[weakref.ref(node, self._forget)] = planned
             if planned is not None and not self.has_run_backward:
                 self.has_run_backward = True
@@ -267,6 +336,11 @@ class SharedGraph:
         """Forget the calls whose backward has run, though somebody holds their result."""
         for node in [n for n in list(self.waiting) if not _waits(n)]:
             self._forget(node)
+
+
+def _looking_at_kept(graph: SharedGraph, args: Sequence[Any]) -> Callable[[Any], None]:
+    planned, parameters = graph.planned, graph.kept.of(args)
+    return lambda _gradients: graph.look_at_kept(parameters, planned)
 
 
 def _backward_node(result: Any) -> Any:

@@ -248,6 +248,25 @@ def test_kept_gradients_without_room_are_refused_before_the_step_until_they_are_
     loop.loss_of(loop.batch).backward()
 
 
+def test_gradients_that_are_dropped_before_backward_are_in_the_way_of_forward_alone() -> None:
+    """As in many loops, and in Lightning: ``zero_grad`` stands before backward, after forward."""
+    smallest = Loop(OPTIMIZERS["SGD"], batch=1024).compile().promised_peak_bytes
+    # Gradients take 65 KiB, and there is room for half of them.
+    loop = Loop(OPTIMIZERS["SGD"], batch=1024, budget=smallest + 32 * KIB)
+    loop.compile()
+    for _ in range(3):
+        loss = loop.loss_of(loop.batch)
+        loop.optimizer.zero_grad()
+        loss.backward()
+        loop.optimizer.step()
+    (report,) = dtrcompile.reports()[1:]
+    assert not report.beside
+    # What was dropped so far, and now is not, is said before backward makes new ones.
+    loss = loop.loss_of(loop.batch)
+    with pytest.raises(InfeasibleBudgetError, match="zero_grad"):
+        loss.backward()
+
+
 @pytest.mark.inductor
 def test_micro_batches_stay_within_the_budget() -> None:
     loop = Loop(OPTIMIZERS["SGD"], batch=1024, compiler="inductor", budget="100%")

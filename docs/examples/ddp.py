@@ -1,0 +1,39 @@
+"""DistributedDataParallel, whose buckets are set aside.
+
+torchrun --nproc-per-node 2 docs/examples/ddp.py
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtrcompile
+
+
+def main() -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))
+    bucket_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    # The buckets that gradients are sent in are as large as the gradients.
+    options = {"budget": "8MiB", "reserve": bucket_bytes, "optimizer": optimizer}
+    ddp = nn.parallel.DistributedDataParallel(model)
+    compiled = torch.compile(ddp, backend="dtr", options=options)
+    for _ in range(4):
+        optimizer.zero_grad()
+        compiled(torch.randn(512, 128)).square().mean().backward()
+        optimizer.step()
+    for report in dtrcompile.reports():
+        print(report)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
