@@ -12,6 +12,17 @@ from torch import nn
 import dtrcompile
 
 
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x
+
+
 def main() -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
@@ -19,7 +30,7 @@ def main() -> None:
     os.environ.setdefault("WORLD_SIZE", "1")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))
+    model = Net()
     bucket_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     # The buckets that gradients are sent in are as large as the gradients.
