@@ -37,6 +37,7 @@ from dtrcompile.passes.inductor import (
     schedule_of,
 )
 from dtrcompile.passes.measured import Measured
+from dtrcompile.passes.nodes import hint
 from dtrcompile.passes.pipeline import (
     AMPLE,
     MemoryModel,
@@ -145,7 +146,18 @@ def compile_graph(
             symbols=symbols,
             step_peak=step_peak,
             parameters=parameters,
+            received=_received_bytes(gm),
         )
+
+
+def _received_bytes(gm: fx.GraphModule) -> list[int]:
+    """Of the inputs that were computed from what needs gradients, by another graph or outside."""
+    inputs = (n.meta.get("example_value") for n in placeholders(gm))
+    return [
+        hint(v.untyped_storage().nbytes())
+        for v in inputs
+        if isinstance(v, torch.Tensor) and v.layout is torch.strided and not v.is_leaf
+    ]
 
 
 def _reset() -> None:
@@ -461,6 +473,7 @@ def _plan_here(
         # The eager executor counts what it asks for.
         allocator=allocator_of(_device(forward)) if is_inductor else EXACT,
     )
+    captured = captured.handing_on(session.assignment.handed_on)
     session.capture_s = time.perf_counter() - start
     planner = make_planner(options.planner, **options.planner_options())
     model: MemoryModel = (
@@ -832,7 +845,7 @@ def _executor(session: _Session, module: fx.GraphModule, phase: str) -> EagerExe
     }
     elsewhere = constants - here
     if phase == "backward":
-        elsewhere |= program.held_from_boundary - here
+        elsewhere |= program.held_in_backward - here
     steps = candidate.plan.steps
     boundary = next((i for i, s in enumerate(steps) if isinstance(s, Boundary)), len(steps))
     is_backward = phase == "backward"

@@ -20,12 +20,12 @@ at.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,33 +33,46 @@ import torch
 from torch import fx, nn
 
 from dtrcompile.beside import (
-    NOTHING_BESIDE,
-    Beside,
     OptimizerSteps,
     Surroundings,
     before_steps,
 )
 from dtrcompile.options import BudgetKind, Options
+from dtrcompile.passes.capture import ALL_HANDED_ON, NOTHING_HANDED_ON
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.sharing import Rest
-from dtrcompile.planned import Assignment, is_small
+from dtrcompile.planned import Assignment, Planned, is_small
 from dtrcompile.shared_graph import SharedGraph
 from dtrcompile.step_check import StepCheck
 from dtrcompile.step_peak import StepPeaks
-from dtrcompile.training_step import Call, Step
+from dtrcompile.training_step import Call, Step, external_bytes, planned_of
+from dtrcompile.waiting import Waiting, waits
 
 log = logging.getLogger("dtrcompile")
 
-_SEVERAL_GRAPHS = (
-    "Or pass options={'several_graphs': True}: an earlier graph of this step was compiled as if it"
-    " were alone, and then each saves as little as it can until all of the step are known."
+_LET_GO = (
+    "a graph of the step finds no room beside what earlier ones saved: these compute it again in"
+    " this step"
 )
+# Steps that are recorded after the latest surprise: a training loop may take two or three forms of
+# steps in turn, and each of them has to find room before it is known.
+_RECORDED_STEPS = 4
+# Forms of a step that graphs are planned for.
+_MOST_FORMS = 4
 # Times that a step is looked at because calls came that were not foreseen.
 _MOST_SURPRISES = 4
 
 
 class Ledger:
-    """The graphs of one set of options, and who may hold how much."""
+    """The graphs of one set of options, and who may hold how much.
+
+    Attributes:
+        observing: the step that runs is to be planned when it is over.
+        is_partial: the step being observed had begun before.
+        recorded_steps: so many steps are still recorded though their form is known.
+        surprises: how often a step took a form that was not known.
+        forms: the calls of the latest steps that took another form each.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -68,8 +81,10 @@ class Ledger:
         self.graphs: list[weakref.ref[SharedGraph]] = []
         self.calls: list[Call] = []
         self.observing = False
-        self.is_partial = False  # the step being observed had begun before
+        self.is_partial = False
+        self.recorded_steps = 0
         self.surprises = 0
+        self.forms: list[_KnownForm] = []
         self.step_peaks = StepPeaks()
         self.together: dict[int, set[int]] = {}  # graphs by serial, of one step
         self.optimizer_steps = OptimizerSteps()
@@ -78,30 +93,34 @@ class Ledger:
             before_steps(weakref.ref(self), Ledger.before_optimizer_step)
         self.step_check: StepCheck | None = None
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether calls are remembered, and may give up what they saved."""
+        return self.observing or self.recorded_steps > 0
+
     # While the first step runs
 
-    def first_assignment(
-        self,
-        more_follow: bool,
-        of_graph: SharedGraph | None = None,
-        beside: Beside = NOTHING_BESIDE,
-    ) -> Assignment:
+    def first_assignment(self, more_follow: bool, of_graph: SharedGraph) -> Assignment:
         """For a graph that is compiled now, while others may wait for their backward.
 
         Args:
-            of_graph: where it was compiled before; then it may itself be among those that wait.
-            beside: what no graph holds.
+            of_graph: that one; if it was compiled before, it may be among those that wait.
         """
+        beside = of_graph.beside()
         if self.options.is_whole_peak:
             # The whole peak of the step: every graph may have its own.
             return Assignment(beside=beside)
         waiting = self.waiting_calls()
-        outside = 0
-        for graph in self._alive():
-            if graph.waiting and graph.planned is not None:
-                outside += sum(p.chosen.kept_bytes for p in list(graph.waiting.values()) if p)
-                if graph is not of_graph:
-                    outside += graph.planned.chosen.constant_bytes
+        outside = sum(w.kept_bytes for w in self.waiting())
+        if self.is_recording and not self.is_partial:
+            outside += external_bytes([c for c in self.calls if c.graph is not of_graph])
+        else:
+            outside += sum(
+                graph.planned.chosen.constant_bytes
+                for graph in self._alive()
+                if graph.waiting and graph.planned is not None and graph is not of_graph
+            )
+        outside = max(0, outside - self.received_bytes(of_graph))
         budget = self.options.budget
         if budget.kind is BudgetKind.SHARE and (waiting or more_follow):
             note = "one of several graphs of the step: as small as can be until all are known"
@@ -116,16 +135,63 @@ class Ledger:
         rest = Rest(outside_bytes=outside + beside.resident_bytes)
         return Assignment(rest=rest, more_follow=more_follow, note=note, beside=beside)
 
+    def received_bytes(self, graph: SharedGraph) -> int:
+        """Of the graph's inputs, those that calls which wait seem to have returned.
+
+        They are among its constants, and among what these calls keep.
+        """
+        returned = Counter(
+            size
+            for w in self.waiting()
+            if w.call is not None and waits(w.node)
+            for size in w.call.outputs.values()
+        )
+        received = returned & Counter(graph.received)
+        return sum(size * n for size, n in received.items())
+
+    def compile_first(self, graph: SharedGraph, more_follow: bool) -> None:
+        """Compile a new graph beside what waits; what finds no room there makes some.
+
+        Raises:
+            InfeasibleBudgetError: if it finds none all the same.
+        """
+        with self.lock:
+            if any(c.is_done for c in self.calls) and not self.anything_waits():
+                self.end_step()
+        try:
+            graph.compile_first(self.first_assignment(more_follow, graph))
+        except InfeasibleBudgetError as refusal:
+            if self.let_go():
+                log.info(_LET_GO)
+            elif not more_follow:
+                raise
+            # Other graphs take what it returns: whether they do is seen when its backward begins.
+            handed_on = ALL_HANDED_ON if more_follow else NOTHING_HANDED_ON
+            assignment = replace(self.first_assignment(more_follow, graph), handed_on=handed_on)
+            try:
+                graph.compile_first(assignment)
+            except InfeasibleBudgetError as last:
+                raise last from refusal
+
+    def let_go(self) -> bool:
+        """Have all calls that wait give up what they saved; whether any did."""
+        gone = [w.let_go() for w in self.waiting() if not w.is_let_go]
+        return any(gone)
+
     def add(self, graph: SharedGraph) -> None:
         """A graph was compiled."""
         with self.lock:
             self.graphs = [g for g in self.graphs if g() is not None]
             self.graphs.append(weakref.ref(graph))
-            assignment = graph.planned.assignment if graph.planned is not None else Assignment()
+            planned = graph.planned
+            if self.options.is_whole_peak or planned is None:
+                return
             others_wait = self.anything_waits()
-            is_shared = assignment.more_follow or others_wait
-            if is_shared and not self.observing and not self.options.is_whole_peak:
-                self.observing, self.is_partial = True, others_wait
+            if planned.program.boundary is not None or planned.assignment.more_follow:
+                if not self.is_recording:
+                    self.is_partial = others_wait
+                self.observing = True
+                self.recorded_steps = _RECORDED_STEPS
 
     def abandon_step(self) -> None:
         """A graph could not be compiled, so the step that it belongs to never ends."""
@@ -134,6 +200,10 @@ class Ledger:
 
     def _alive(self) -> list[SharedGraph]:
         return [graph for g in self.graphs if (graph := g()) is not None]
+
+    def waiting(self) -> list[Waiting]:
+        """Calls that hold what they saved, or did: see `drop_done`."""
+        return [w for g in self._alive() for w in list(g.waiting.values()) if w.planned is not None]
 
     def anything_waits(self) -> bool:
         """Whether the backward of any call is still to come."""
@@ -152,7 +222,10 @@ class Ledger:
     def holding_calls(self) -> Counter[int]:
         """Of each graph, calls that hold what they saved, or did: see `drop_done`."""
         return Counter(
-            g.serial for g in self._alive() for p in list(g.waiting.values()) if p is not None
+            g.serial
+            for g in self._alive()
+            for w in list(g.waiting.values())
+            if w.planned is not None
         )
 
     def before_call(self, graph: SharedGraph) -> Counter[int]:
@@ -166,37 +239,63 @@ class Ledger:
         with self.lock:
             # Graphs without a backward may begin a step; if there are no others, the first to be
             # called again begins the next.
-            is_begun = any(c.awaits_backward or c.graph is graph for c in self.calls)
+            is_begun = any(c.is_done or c.graph is graph for c in self.calls)
             if is_begun and not self.anything_waits():
                 self.end_step()
             holding = self.holding_calls()
-            if self.observing or not holding <= graph.foreseen:
+            if self.is_recording or not graph.foresees(holding):
                 self.drop_done()
                 holding = self.holding_calls()
             if holding:
                 self.note_together(graph, holding)
-            if not holding <= graph.foreseen:
+            if not graph.foresees(holding):
                 self.surprise(graph)
+            if self.is_recording:
+                self.make_room(graph)
             return holding
 
+    def make_room(self, graph: SharedGraph) -> None:
+        """For a graph that was compiled before all of the step was known, as small as it can be."""
+        planned = graph.planned
+        if planned is None or not planned.assignment.is_share_of_unknown or not self.calls:
+            return
+        budget_bytes = self.known_budget_bytes(graph)
+        if budget_bytes is not None and (
+            self.outside_bytes(graph) + planned.chosen.peak_bytes > budget_bytes
+        ):
+            self.let_go()
+
     def end_step(self) -> None:
-        """What was observed is over."""
+        """What was recorded is over."""
         calls, self.calls = self.calls, []
-        if self.is_partial:
+        self.recorded_steps = max(0, self.recorded_steps - 1)
+        if self.is_partial or not self.observing:
             self.is_partial = False
             return
         self.observing = False
+        form = _KnownForm(calls)
+        self.forms = [f for f in self.forms if f.is_alive and f.signature != form.signature]
+        self.forms = [*self.forms, form][-_MOST_FORMS:]
         try:
             kept_bytes = max((c.graph.kept_bytes for c in calls), default=0)
-            step = Step(calls, self.options, self.surroundings.current.with_kept(kept_bytes))
+            beside = self.surroundings.current.with_kept(kept_bytes)
+            step = Step([f.calls for f in self.forms_with(form)], self.options, beside)
             if not step.is_known_well_enough():
                 step.compile()
         except InfeasibleBudgetError as refusal:
             # Not raised here: the caller may belong to another model.
             for call in calls:
                 call.graph.refusal = refusal
-        for call in calls:
-            call.graph.foreseen = call.before  # of several calls in a step, the last sees the most
+        for graph in {c.graph for c in calls}:
+            graph.foreseen.clear()
+        for f in self.forms_with(form):
+            for call in f.calls:
+                call.graph.foreseen.append(call.before)
+
+    def forms_with(self, form: _KnownForm) -> list[_KnownForm]:
+        """The known forms that have a graph in common with ``form``, which is among them."""
+        graphs = {c.graph for c in form.calls}
+        return [f for f in self.forms if graphs & {c.graph for c in f.calls}]
 
     def surprise(self, graph: SharedGraph) -> None:
         """More calls wait for their backward than the graph's plan knows of.
@@ -206,13 +305,28 @@ class Ledger:
         """
         if not self.observing and self.surprises < _MOST_SURPRISES:
             self.surprises += 1
-            self.observing, self.is_partial = True, True
+            self.is_partial = not self.is_recording
+            self.observing, self.recorded_steps = True, _RECORDED_STEPS
         planned = graph.planned
         if planned is None or planned.program.boundary is None:
             return
-        if None in graph.waiting.values():
+        if any(w.planned is None for w in graph.waiting.values()):
             return  # a checkpointed region has to be computed again by the code that it ran with
-        assignment = self.first_assignment(True, graph, graph.beside())
+        try:
+            self.squeeze(graph, planned)
+        except InfeasibleBudgetError:
+            if not self.let_go():
+                raise
+            log.info(_LET_GO)
+            self.squeeze(graph, planned)
+
+    def squeeze(self, graph: SharedGraph, planned: Planned) -> None:
+        """Compile a graph to save as little as it can, unless it is small.
+
+        Raises:
+            InfeasibleBudgetError: if that is too large beside what waits.
+        """
+        assignment = self.first_assignment(True, graph)
         chosen, outside_bytes = planned.chosen, assignment.rest.outside_bytes
         budget_bytes = None
         if not assignment.is_share_of_unknown:
@@ -221,13 +335,12 @@ class Ledger:
             )
             budget_bytes = self.options.resolve_budget_bytes(whole_bytes, planned.available_bytes)
         own_bytes = chosen.peak_bytes - chosen.constant_bytes
-        with self.advising():
-            if not planned.saves_least and not is_small(own_bytes, budget_bytes, outside_bytes):
-                graph.compile_again(assignment)
-            elif budget_bytes is not None and outside_bytes + chosen.peak_bytes > budget_bytes:
-                raise InfeasibleBudgetError(
-                    budget_bytes, minimum_bytes=outside_bytes + chosen.peak_bytes
-                )
+        if not planned.saves_least and not is_small(own_bytes, budget_bytes, outside_bytes):
+            graph.compile_again(assignment)
+        elif budget_bytes is not None and outside_bytes + chosen.peak_bytes > budget_bytes:
+            raise InfeasibleBudgetError(
+                budget_bytes, minimum_bytes=outside_bytes + chosen.peak_bytes
+            )
 
     def look_beside(self, graph: SharedGraph, kept_bytes: int) -> None:
         """What lies beside ``graph`` changed; its budget holds all the same, before it runs.
@@ -301,29 +414,152 @@ class Ledger:
                 for member in mine:
                     self.together[member] = mine
 
-    @contextmanager
-    def advising(self) -> Iterator[None]:
-        """Say what to do where a graph has no room because an earlier one took it."""
-        try:
-            yield
-        except InfeasibleBudgetError as refusal:
-            plans = [p for g in self._alive() for p in list(g.waiting.values()) if p]
-            if self.options.several_graphs or all(p.saves_least for p in plans):
-                raise
-            raise refusal.with_advice(_SEVERAL_GRAPHS) from refusal
-
     def after_call(
-        self,
-        graph: SharedGraph,
-        args: Sequence[Any],
-        result: Any,
-        before: Counter[int],
-        *,
-        awaits_backward: bool,
-    ) -> None:
+        self, graph: SharedGraph, args: Sequence[Any], result: Any, before: Counter[int], node: Any
+    ) -> Call:
         """Remember the call, as one of the step's."""
         with self.lock:
-            self.calls.append(Call.of(graph, args, result, before, awaits_backward=awaits_backward))
+            call = Call.of(graph, args, result, before, node)
+            if self.is_recording:
+                self.calls.append(call)
+            return call
+
+    # In the backward of a step that is recorded
+
+    def collect_garbage(self) -> None:
+        """Once in a step that is looked at: compiling leaves cycles, which hold the user's frames,
+        and with them what these frames have let go of."""
+        if self.observing and all(c.live_outputs is None for c in self.calls):
+            gc.collect()
+
+    def before_backward(self, graph: SharedGraph, waiting: Waiting) -> None:
+        """The backward of a call is about to run: is there room for it?
+
+        What later graphs hold by then (gradients, first of all) was not known when the call ran.
+        A call that finds no room gives up what it saved, and its graph is compiled for the room
+        that there is.
+
+        Raises:
+            InfeasibleBudgetError: if nothing fits in that.
+        """
+        planned = waiting.planned
+        if planned is None:
+            return
+        if not self.is_recording:
+            with self.lock:
+                self.check_handed_on(graph, waiting, planned)
+            return
+        with self.lock:
+            budget_bytes = self.known_budget_bytes(graph)
+            if budget_bytes is None:
+                return
+            try:
+                self.fit_backward(graph, waiting, planned, budget_bytes)
+            except InfeasibleBudgetError:
+                self.abandon_step()
+                raise
+
+    def check_handed_on(self, graph: SharedGraph, waiting: Waiting, planned: Planned) -> None:
+        """Whether somebody holds what the plan takes to be given up, and what then."""
+        call, assignment = waiting.call, planned.assignment
+        if call is None or call.live_outputs is None:
+            return
+        more_bytes = call.bytes_of(planned.given_up & call.live_outputs)
+        if assignment.handed_on.tangents and call.holders > assignment.holders:
+            more_bytes += planned.program.tangent_bytes
+        if not more_bytes:
+            return
+        # The next step is looked at.
+        self.observing, self.is_partial, self.recorded_steps = True, True, _RECORDED_STEPS
+        budget_bytes, rest = assignment.budget_bytes, assignment.rest
+        outside_bytes = rest.outside_bytes + more_bytes
+        if budget_bytes is None or outside_bytes + planned.chosen.peak_with(rest) <= budget_bytes:
+            return
+        outside_bytes += rest.gradient_bytes
+        if not waiting.let_go():
+            raise InfeasibleBudgetError(
+                budget_bytes, minimum_bytes=outside_bytes + planned.chosen.backward_peak_bytes
+            )
+        note = f"beside {format_bytes(outside_bytes)} that others hold, some of it unforeseen"
+        graph.compile_again(
+            Assignment(budget_bytes, Rest(outside_bytes), note=note, beside=assignment.beside)
+        )
+
+    def fit_backward(
+        self, graph: SharedGraph, waiting: Waiting, planned: Planned, budget_bytes: int
+    ) -> None:
+        """As `before_backward`."""
+        outside_bytes = self.outside_bytes(graph, waiting)
+        needed_bytes = outside_bytes + planned.chosen.backward_peak_bytes
+        if waiting.call is not None and waiting.call.live_outputs is not None:
+            needed_bytes += waiting.call.bytes_of(planned.given_up & waiting.call.live_outputs)
+        if not waiting.is_let_go:
+            if needed_bytes <= budget_bytes:
+                return
+            if not waiting.let_go():
+                raise InfeasibleBudgetError(budget_bytes, minimum_bytes=needed_bytes)
+        # Its outputs may be with the caller, beside those that are computed again.
+        outside_bytes += planned.returned_bytes if waiting.call is None else waiting.call.live_bytes
+        note = f"beside {format_bytes(outside_bytes)} that other graphs of the step hold"
+        tangent_bytes = planned.program.tangent_bytes
+        for more_bytes in (0, tangent_bytes):
+            chosen = planned_of(graph).chosen
+            # The tangents are there while forward runs.
+            peak_bytes = max(chosen.forward_peak_bytes + tangent_bytes, chosen.peak_bytes)
+            if outside_bytes + peak_bytes <= budget_bytes:
+                return
+            rest = Rest(outside_bytes=outside_bytes + more_bytes)
+            # Nobody holds what is returned a second time.
+            beside = graph.assignment.beside
+            graph.compile_again(
+                Assignment(budget_bytes, rest, note=note, handed_on=ALL_HANDED_ON, beside=beside)
+            )
+
+    def known_budget_bytes(self, graph: SharedGraph) -> int | None:
+        """In bytes, a share being one of what is known of the step; None for the smallest."""
+        planned = planned_of(graph)
+        if self.options.budget.kind is BudgetKind.SHARE:
+            step = Step([self.calls], self.options, graph.assignment.beside)
+            return step.budget_bytes() if graph in step.graphs else None
+        whole_bytes = graph.assignment.beside.whole_bytes(
+            planned.baseline.peak_bytes, planned.around_bytes
+        )
+        return self.options.resolve_budget_bytes(whole_bytes, planned.available_bytes)
+
+    def outside_bytes(self, graph: SharedGraph, waiting: Waiting | None = None) -> int:
+        """What is held beside a graph that is called, or whose call begins its backward."""
+        assert graph.planned is not None
+        kept_bytes = sum(w.kept_bytes for w in self.waiting() if w is not waiting and waits(w.node))
+        made: dict[int, int] = {}
+        for call in self.calls:
+            if call.is_done:
+                made.update(call.parameters)
+        # Inputs that come from an earlier graph are among its constants and what that one keeps.
+        held_bytes = external_bytes(self.calls) + kept_bytes
+        held_bytes += graph.assignment.beside.resident_bytes
+        return max(0, held_bytes - graph.planned.chosen.constant_bytes) + sum(made.values())
+
+
+class _KnownForm:
+    """The calls of a step, without keeping its graphs alive.
+
+    Attributes:
+        signature: equal for steps of the same form.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = [(weakref.ref(c.graph), replace(c, graph=None)) for c in calls]  # type: ignore[arg-type]
+        self.signature = tuple((c.graph.serial, c.awaits_backward) for c in calls)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all of its graphs are still there."""
+        return all(graph() is not None for graph, _ in self._calls)
+
+    @property
+    def calls(self) -> list[Call]:
+        """As they were."""
+        return [replace(c, graph=g) for graph, c in self._calls if (g := graph()) is not None]
 
 
 # Ledgers by options; weak, because the graphs hold theirs.

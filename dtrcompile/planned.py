@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.passes.allocators import Allocator
-from dtrcompile.passes.capture import Captured, output_arguments
+from dtrcompile.passes.capture import (
+    NOTHING_HANDED_ON,
+    Captured,
+    HandedOn,
+    output_arguments,
+)
 from dtrcompile.passes.measured import Measured
+from dtrcompile.passes.nodes import value
 from dtrcompile.passes.pipeline import Outcome, Terms, placeholders
-from dtrcompile.passes.plan import Plan
+from dtrcompile.passes.plan import Boundary, Free, Plan
 from dtrcompile.passes.program import Program, StorageKind
 from dtrcompile.passes.replay import PlanStats, replay
 from dtrcompile.passes.sharing import GraphBytes, Rest, without_rest
 from dtrcompile.passes.sizes import Sizes, at_sizes
+from dtrcompile.passes.tighten import tighten
 
 # A graph that others follow keeps its default split in the first step if that takes no more than
 # this part of what is left, so that an ample budget costs no second compile.
@@ -37,6 +47,8 @@ class Assignment:
             not known yet.
         is_share_of_unknown: the budget is a share of the whole step's peak, which is not known yet.
         note: for the report.
+        handed_on: what the caller does not hold in backward, as far as that was seen.
+        holders: how many held the gradients that backward was given when that was seen.
         sizes: the values of symbolic sizes to plan for; None: those that it was traced with.
         number: which of the graph's plans this is.
         beside: what optimizers and kept gradients hold; it is in ``rest`` too.
@@ -47,6 +59,8 @@ class Assignment:
     more_follow: bool = False
     is_share_of_unknown: bool = False
     note: str = ""
+    handed_on: HandedOn = NOTHING_HANDED_ON
+    holders: tuple[int, ...] = ()
     sizes: Sizes | None = None
     number: int = 0
     beside: Beside = NOTHING_BESIDE
@@ -143,6 +157,27 @@ class Planned:
             cost_ns=replay(program, plan)[1].cost_ns,
         )
 
+    def handing_on(self, handed_on: HandedOn) -> Planned:
+        """What the same graph and plan hold, where the caller gives these up."""
+        captured = self.captured.handing_on(handed_on)
+        if captured is self.captured or not self.baseline_measured.by_sizes:
+            return self
+        baseline, measured = (
+            m if m.by_sizes is None else m.by_sizes.of(captured)
+            for m in (self.baseline_measured, self.measured)
+        )
+        program, gradient_bytes = captured.program, self.chosen.gradient_bytes
+        return replace(
+            self,
+            program=program,
+            captured=captured,
+            baseline_measured=baseline,
+            measured=measured,
+            baseline=baseline.graph_bytes(program.constant_bytes, gradient_bytes),
+            chosen=measured.graph_bytes(program.constant_bytes, gradient_bytes),
+            plan=tighten(program, replace(self.plan, program=program.fingerprint)),
+        )
+
     @property
     def around_bytes(self) -> int:
         """Constants and results, which are there when an optimizer steps."""
@@ -152,6 +187,35 @@ class Planned:
     def trains(self) -> bool:
         """Whether the graph has a backward."""
         return self.captured.backward is not None
+
+    @functools.cached_property
+    def given_up(self) -> frozenset[int]:
+        """Indices of the outputs that the plan takes to be gone when backward begins."""
+        steps = iter(self.plan.steps)
+        after_boundary = itertools.dropwhile(lambda s: not isinstance(s, Boundary), steps)
+        next(after_boundary, None)
+        freed = itertools.takewhile(lambda s: isinstance(s, Free), after_boundary)
+        storages = {s.storage for s in freed if isinstance(s, Free)} & self.program.handed_on
+        return frozenset(i for s, i in self.captured.returned if i is not None and s in storages)
+
+    @property
+    def returned_bytes(self) -> int:
+        """Of the outputs that are computed, not handed through."""
+        return sum(self.program.storages[s].size_bytes for s in self.program.held_from_boundary)
+
+    @property
+    def can_run_again(self) -> bool:
+        """Whether what a call saved can be had by another call.
+
+        Not where tensors belong to the graph itself, which may then be among what it saves.
+        """
+        nodes = self.captured.forward.graph.find_nodes(op="get_attr")
+        return self.trains and not any(isinstance(value(n), torch.Tensor) for n in nodes)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return bool(self.captured.draws)
 
     @property
     def allocator(self) -> Allocator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,18 @@ from dtrcompile.beside import Beside, KeptGradients
 from dtrcompile.family import Family, Values
 from dtrcompile.options import BudgetKind
 from dtrcompile.outside import called_at, look_at_backward
+from dtrcompile.passes.capture import NOTHING_HANDED_ON
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.inductor import device_of
 from dtrcompile.passes.planners import make_planner
+from dtrcompile.passes.sharing import Rest
 from dtrcompile.passes.torch_private import top_saved_tensors_hooks
 from dtrcompile.planned import Assignment, Code, Planned
 from dtrcompile.report import drop_report
 from dtrcompile.step_check import Expected, StepCheck, check_of
 from dtrcompile.step_peak import StepPeak
 from dtrcompile.symbols import Symbols
+from dtrcompile.waiting import Arguments, Waiting, backward_node, waits
 from dtrcompile.watching import running
 
 if TYPE_CHECKING:
@@ -51,7 +55,13 @@ class SharedGraph:
         symbols: Symbols,
         step_peak: StepPeak,
         parameters: Iterable[nn.Parameter],
+        received: Sequence[int] = (),
     ) -> None:
+        """
+        Args:
+            received: bytes of the inputs that were computed from what needs gradients.
+        """
+        self.received = received
         self.ledger = ledger
         self.graph = graph
         self.serial = next(_SERIALS)
@@ -62,6 +72,8 @@ class SharedGraph:
         self.decided_with = 0
         # The values of the symbols in the present call, or the last.
         self.values: Values = symbols.hints()
+        # The values of the symbols that the step was planned for.
+        self.step_values = self.values
         self.step_peak = step_peak
         options = ledger.options
         self.family = Family(
@@ -72,9 +84,8 @@ class SharedGraph:
             make_planner(options.planner, **options.planner_options()),
             options.most_plans,
         )
-        # Autograd nodes of calls whose backward may be still to come -> what these calls ran with;
-        # None for those that hold nothing, because hooks took what they saved.
-        self.waiting: dict[weakref.ref[Any], Planned | None] = {}
+        # Autograd nodes of calls whose backward may be still to come -> what these calls hold.
+        self.waiting: dict[weakref.ref[Any], Waiting] = {}
         # Of the step that this graph is one of: it must not run over its budget later on.
         self.refusal: InfeasibleBudgetError | None = None
         self.has_run_backward = False
@@ -88,17 +99,15 @@ class SharedGraph:
         # and backward, so that they are in the way of forward alone; that is learned.
         self.is_stale = self.drops_stale = False
         self.steps_before = ledger.optimizer_steps.count
-        self.assignment = ledger.first_assignment(
-            more_follow or options.several_graphs, beside=self.beside()
-        )
-        # Calls, by graph, that the plan knows to wait for their backward when this graph is called.
-        self.foreseen = ledger.holding_calls()
+        # Calls, by graph, that the plan knows to wait for their backward when this graph is called:
+        # one entry for each form that a step of it has.
+        self.foreseen: list[Counter[int]] = []
         try:
-            with ledger.advising():
-                self.use(compile_with(self.assignment))
+            ledger.compile_first(self, more_follow or options.several_graphs)
         except BaseException:
             ledger.abandon_step()
             raise
+        self.foreseen.append(ledger.holding_calls())
         ledger.add(self)
         if ledger.step_check is None and self.planned is not None:
             ledger.step_check = check_of(device_of(self.planned.captured))
@@ -180,6 +189,15 @@ class SharedGraph:
             self.code.tell(self.assignment)
         self.values = values
         self.has_to_choose = False
+
+    def _outgrows(self, values: Values) -> bool:
+        """Whether the step that the graph was planned for has to be planned anew, because other
+        graphs of it hold more at these sizes too."""
+        assignment = self.assignment
+        alone = Rest(outside_bytes=assignment.beside.resident_bytes)
+        if assignment.rest == alone and not assignment.is_provisional:
+            return False
+        return any(v > w for v, w in zip(values, self.step_values, strict=True))
 
     def _chosen(self, values: Values) -> Code:
         beside = self.assignment.beside
@@ -280,6 +298,9 @@ class SharedGraph:
         if self.refusal is not None:
             raise self.refusal
         values = self.symbols.values(args)
+        if values != self.values and self._outgrows(values):
+            self.values = values
+            ledger.surprise(self)
         if (
             values != self.values
             or self.family.loss
@@ -289,24 +310,46 @@ class SharedGraph:
             self._choose(values)
         # A checkpointed region, or what is saved elsewhere.
         is_hooked = top_saved_tensors_hooks(True) is not None
+        planned = None if is_hooked else self.planned
+        arguments = None
+        is_watched = ledger.is_recording or self.relies_on_others
+        if is_watched and planned is not None and planned.can_run_again:
+            arguments = Arguments.of(args, draws=planned.draws)
         with running(self, args):
             result = self.code.function(*args)
-        node = _backward_node(result)
+        node = backward_node(result)
+        call = ledger.after_call(self, args, result, before, node) if is_watched else None
         if node is not None:
             self.steps_before = ledger.optimizer_steps.count
-            planned = None if is_hooked else self.planned
             if is_stale:
                 node.register_prehook(_looking_at_kept(self, args))
-            self.waiting[weakref.ref(node, self._forget)] = planned
+            waiting = Waiting(self, planned, node, arguments, call)
+            self.waiting[weakref.ref(node, self._forget)] = waiting
             if planned is not None and not self.has_run_backward:
                 self.has_run_backward = True
                 look_at_backward(node, planned.chosen.peak_bytes, called_at())
-        if ledger.observing:
-            ledger.after_call(self, args, result, before, awaits_backward=node is not None)
         return result
+
+    @property
+    def relies_on_others(self) -> bool:
+        """Whether it keeps its budget only if others give up what it hands on."""
+        return self.assignment.handed_on != NOTHING_HANDED_ON
+
+    def foresees(self, holding: Counter[int]) -> bool:
+        """Whether its plan knows that so many calls may wait when it is called."""
+        return any(holding <= foreseen for foreseen in self.foreseen)
 
     def _forget(self, node: weakref.ref[Any]) -> None:
         self.waiting.pop(node, None)
+
+    def compile_first(self, assignment: Assignment) -> None:
+        """Compile it for the first time.
+
+        Raises:
+            InfeasibleBudgetError: if no plan fits.
+        """
+        self.assignment = assignment
+        self.use(self.compile_with(assignment))
 
     def compile_again(self, assignment: Assignment) -> None:
         """Replace the compiled code; used from the next call on.
@@ -324,47 +367,21 @@ class SharedGraph:
         self.code = code
         self.assignment = replace(code.assignment, sizes=None, number=0)
         self.decided_with = self.step_peak.size_bytes
+        self.step_values = self.values
         self.has_to_choose = False
         self.family.restart(code)
         code.restore()
 
     def waits(self) -> bool:
         """Whether the backward of any of its calls is still to come."""
-        return any(_waits(n) for n in list(self.waiting))
+        return any(waits(n) for n in list(self.waiting))
 
     def drop_done(self) -> None:
         """Forget the calls whose backward has run, though somebody holds their result."""
-        for node in [n for n in list(self.waiting) if not _waits(n)]:
+        for node in [n for n in list(self.waiting) if not waits(n)]:
             self._forget(node)
 
 
 def _looking_at_kept(graph: SharedGraph, args: Sequence[Any]) -> Callable[[Any], None]:
     planned, parameters = graph.planned, graph.kept.of(args)
     return lambda _gradients: graph.look_at_kept(parameters, planned)
-
-
-def _backward_node(result: Any) -> Any:
-    """The autograd node of a compiled graph's outputs, None without one."""
-    if not torch.is_grad_enabled():
-        return None
-    for output in result if isinstance(result, (tuple, list)) else (result,):
-        node = output.grad_fn if isinstance(output, torch.Tensor) else None
-        # An output that is a view is made from the compiled function's by autograd.  Asked of the
-        # type, because reading the attribute unpacks what was saved, or raises if it is gone.
-        while node is not None and not hasattr(type(node), "saved_tensors"):
-            node = node.next_functions[0][0] if node.next_functions else None
-        if node is not None:
-            return node
-    return None
-
-
-def _waits(reference: weakref.ref[Any]) -> bool:
-    """Whether a node still holds its saved tensors: it lives, and backward has not run."""
-    node = reference()
-    if node is None:
-        return False
-    try:
-        # (``saved_tensors`` would unpack them, and so compute a checkpointed block again.)
-        return node._raw_saved_tensors is not None
-    except RuntimeError:
-        return False

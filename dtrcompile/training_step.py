@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
+import weakref
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.options import Options
 from dtrcompile.passes.allocators import EXACT, Allocator
+from dtrcompile.passes.capture import NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
-from dtrcompile.passes.planners import keep_all, make_planner, minimum_plan
+from dtrcompile.passes.pipeline import as_it_is
+from dtrcompile.passes.planners import make_planner, minimum_plan
 from dtrcompile.passes.planners.base import Planner
 from dtrcompile.passes.replay import replay
 from dtrcompile.passes.sharing import (
@@ -27,9 +33,10 @@ from dtrcompile.passes.sharing import (
     step_peak_bytes,
     with_rest,
 )
-from dtrcompile.passes.torch_private import FakeTensor
+from dtrcompile.passes.torch_private import FakeTensor, storage_use_count
 from dtrcompile.planned import Assignment, Planned
 from dtrcompile.shared_graph import SharedGraph
+from dtrcompile.waiting import saved_tensors, waits
 
 log = logging.getLogger("dtrcompile")
 
@@ -38,13 +45,20 @@ _MOST_TRIES = 4
 _LESS = 0.85
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """One call of a graph: addresses and bytes of its tensors.
 
     Attributes:
         parameters: inputs that gradients are accumulated for.
         before: calls of each graph that held what they saved.
+        node: autograd's, of a call that awaits its backward.
+        given: storages of its inputs by address.
+        storages, addresses: of what it returned; None for what is no tensor.
+        live_outputs: indices of what was still held when its backward began.
+        holders: of the gradients that its backward was given.
+        are_tangents_gone: nobody held them when its backward was done.
+        is_unused: its backward has not run; None where that is not known.
     """
 
     graph: SharedGraph
@@ -53,15 +67,18 @@ class Call:
     outputs: dict[int, int]
     before: Counter[int]
     awaits_backward: bool
+    node: weakref.ref[Any] | None = None
+    given: dict[int, StorageWeakRef] = field(default_factory=dict)
+    storages: Sequence[StorageWeakRef | None] = ()
+    addresses: Sequence[int] = ()
+    live_outputs: frozenset[int] | None = None
+    holders: tuple[int, ...] = ()
+    are_tangents_gone: bool = False
+    is_unused: bool | None = None
 
     @staticmethod
     def of(
-        graph: SharedGraph,
-        args: Sequence[Any],
-        result: Any,
-        before: Counter[int],
-        *,
-        awaits_backward: bool,
+        graph: SharedGraph, args: Sequence[Any], result: Any, before: Counter[int], node: Any
     ) -> Call:
         """From what the graph was called with, and returned."""
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -71,19 +88,84 @@ class Call:
         inputs, accumulated, outputs = (
             _storages(values, allocator) for values in (args, parameters, results)
         )
-        return Call(graph, inputs, accumulated, outputs, before, awaits_backward)
+        is_training = node is not None
+        reference = weakref.ref(node) if is_training else None
+        storages = [StorageWeakRef(r.untyped_storage()) if is_counted(r) else None for r in results]
+        given = {
+            s.data_ptr(): StorageWeakRef(s)
+            for a in args
+            if is_counted(a)
+            for s in [a.untyped_storage()]
+        }
+        addresses = [r.untyped_storage().data_ptr() if is_counted(r) else 0 for r in results]
+        return Call(
+            graph,
+            inputs,
+            accumulated,
+            outputs,
+            before,
+            is_training,
+            reference,
+            given,
+            storages,
+            addresses,
+        )
+
+    @property
+    def live_bytes(self) -> int:
+        """Of the outputs that were still held when its backward began, its inputs left out."""
+        return self.bytes_of(self.live_outputs or ())
+
+    def bytes_of(self, indices: Iterable[int]) -> int:
+        """Of outputs, each storage once, without what the call was given."""
+        addresses = {self.addresses[i] for i in indices} - self.inputs.keys()
+        return sum(size for address, size in self.outputs.items() if address in addresses)
+
+    def gone_bytes(self, taken: set[int]) -> int:
+        """Of the outputs that no call takes, those that nobody held when its backward began."""
+        gone = self.handed_on.outputs or frozenset()
+        addresses = {self.addresses[i] for i in gone} - taken
+        return sum(size for address, size in self.outputs.items() if address in addresses)
+
+    def see_backward(self, holders: tuple[int, ...], node: Any) -> None:
+        """The backward of ``node`` begins; what the graph itself saved is not held by others."""
+        counts = {
+            i: storage_use_count(s.cdata)
+            for i, s in enumerate(self.storages)
+            if s is not None and not s.expired()
+        }
+        saved = saved_tensors(node) or ()
+        own = Counter(t.untyped_storage()._cdata for t in saved if is_counted(t))
+        del saved
+        storages = {i: s.cdata for i, s in enumerate(self.storages) if s is not None}
+        self.live_outputs = frozenset(i for i, n in counts.items() if n > own[storages[i]])
+        self.holders = holders
+
+    @property
+    def handed_on(self) -> HandedOn:
+        """What nobody held in its backward."""
+        if self.live_outputs is None:
+            return NOTHING_HANDED_ON
+        returned = {i for i, s in enumerate(self.storages) if s is not None}
+        return HandedOn(frozenset(returned - self.live_outputs), self.are_tangents_gone)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its backward has run."""
+        return self.node is not None and not self.is_unused and not waits(self.node)
 
 
-class Step:
-    """The graphs of one step, and what they hold together.
+class Form:
+    """A form that a step takes: what its calls hold beside their plans.
 
     Args:
         calls: all of the step, in order.
+        graphs: those that were planned, of all forms.
+        others: the calls of the other forms, whose inputs may still be there.
         beside: what no graph holds.
 
     Attributes:
-        graphs: those that were planned.
-        sequence: the graph of each call of one of them, in order.
+        sequence: the graph of each planned call, in order.
         external_bytes: constants of all graphs, as in `rest_of`, and what lies beside them.
         gradient_bytes: of each call, gradients that its backward is the first to make.
         result_bytes: of each call, outputs that stay with the caller.
@@ -91,30 +173,118 @@ class Step:
     """
 
     def __init__(
-        self, calls: Sequence[Call], options: Options, beside: Beside = NOTHING_BESIDE
+        self,
+        calls: Sequence[Call],
+        graphs: Sequence[SharedGraph],
+        others: Sequence[Call],
+        beside: Beside,
     ) -> None:
-        self.options = options
-        self.beside = beside
-        planned = [c.graph for c in calls if c.graph.planned is not None]
-        self.graphs = list(dict.fromkeys(planned))
-        self.sequence = [self.graphs.index(g) for g in planned]
-        constant_bytes = _external_bytes(calls)
+        self.sequence = [graphs.index(c.graph) for c in calls if c.graph.planned is not None]
+        # Calls of which nothing was used, so that their backward never ran -> outputs' bytes.
+        self.unused = {
+            k: planned_of(c.graph).returned_bytes
+            for k, c in enumerate(c for c in calls if c.graph.planned is not None)
+            if c.is_unused
+        }
+        constant_bytes = external_bytes(calls, others)
         self.external_bytes = constant_bytes + beside.resident_bytes
         self.gradient_bytes = _gradient_bytes(calls)
         self.result_bytes = _result_bytes(calls)
         self.around_bytes = constant_bytes + sum(self.result_bytes)
+
+    def in_order(self, held: Sequence[GraphBytes]) -> list[GraphBytes]:
+        """One entry a call; its results stay after its backward, as gradients do."""
+        calls = zip(self.sequence, self.gradient_bytes, self.result_bytes, strict=True)
+        own = (
+            replace(held[i], gradient_bytes=min(held[i].gradient_bytes, new_bytes) + result_bytes)
+            for i, new_bytes, result_bytes in calls
+        )
+        return [
+            replace(
+                h, backward_peak_bytes=0, boundary_bytes=h.constant_bytes + kept, gradient_bytes=0
+            )
+            if (kept := self.unused.get(k)) is not None
+            else h
+            for k, h in enumerate(own)
+        ]
+
+    def peak(self, held: Sequence[GraphBytes]) -> int:
+        """The most that a step of this form holds."""
+        return step_peak_bytes(self.in_order(held), self.external_bytes)
+
+    def rests(self, held: Sequence[GraphBytes], i: int) -> list[Rest]:
+        """What each call of graph ``i`` sees of the others."""
+        calls = self.in_order(held)
+        return [
+            rest_of(calls, k, self.external_bytes) for k, j in enumerate(self.sequence) if j == i
+        ]
+
+
+class Step:
+    """The graphs of a step, and what they hold together, in each form that the step takes.
+
+    Args:
+        forms: for each form, all calls of a step, in order.
+        beside: what no graph holds.
+
+    Attributes:
+        graphs: those that were planned.
+    """
+
+    def __init__(
+        self,
+        forms: Sequence[Sequence[Call]],
+        options: Options,
+        beside: Beside = NOTHING_BESIDE,
+    ) -> None:
+        self.options = options
+        self.beside = beside
+        calls = self.calls = [c for form in forms for c in form]
+        self.graphs = list(dict.fromkeys(c.graph for c in calls if c.graph.planned is not None))
+        self.forms = [
+            Form(
+                form,
+                self.graphs,
+                [c for other in forms if other is not form for c in other],
+                beside,
+            )
+            for form in forms
+        ]
+        # What is handed on in every form.
+        self.handed_on = [
+            functools.reduce(
+                operator.and_,
+                [
+                    handed_on
+                    for form in forms
+                    for c, handed_on in zip(form, _handed_on(form), strict=True)
+                    if c.graph is graph and not c.is_unused
+                ]
+                or [NOTHING_HANDED_ON],
+            )
+            for graph in self.graphs
+        ]
+        self._planned: dict[int, tuple[Planned, Planned]] = {}
         planner: Planner = make_planner(options.planner, **options.planner_options())
         # To find who may keep what; the compilation plans with all candidates.
         self.quick = planner.for_minimum()
 
     def is_known_well_enough(self) -> bool:
         """Whether its graphs were compiled for the step that it turned out to be."""
-        plans = [_of(g) for g in self.graphs]
+        plans = [self.planned(i) for i in range(len(self.graphs))]
         is_inference = all(p.program.boundary is None for p in plans)
         was_guessed = any(
             p.assignment.more_follow or p.assignment.is_share_of_unknown for p in plans
         )
-        return is_inference or (len(self.sequence) < 2 and not was_guessed)
+        is_single = all(len(form.sequence) < 2 for form in self.forms)
+        return is_inference or (is_single and not was_guessed)
+
+    def planned(self, i: int) -> Planned:
+        """What is known of graph ``i``, which hands on what was seen."""
+        planned = planned_of(self.graphs[i])
+        if i not in self._planned or self._planned[i][0] is not planned:
+            self._planned[i] = planned, planned.handing_on(self.handed_on[i])
+        return self._planned[i][1]
 
     def compile(self) -> None:
         """Plan the graphs together, and compile them again where that changes anything.
@@ -122,35 +292,32 @@ class Step:
         Raises:
             InfeasibleBudgetError: if the step does not fit.
         """
-        plans = [_of(g) for g in self.graphs]
-        peak_bytes = self.peak([p.baseline for p in plans]) - self.beside.resident_bytes
-        budget_bytes = self.options.resolve_budget_bytes(
-            self.beside.whole_bytes(peak_bytes, self.around_bytes), plans[0].available_bytes
-        )
+        budget_bytes = self.budget_bytes()
         if budget_bytes is not None:
-            self.beside.check(budget_bytes, self.around_bytes)
+            self.beside.check(budget_bytes, max(form.around_bytes for form in self.forms))
         if budget_bytes is None:
             self.compile_smallest()
         else:
             self.compile_within(budget_bytes)
 
-    def peak(self, held: Sequence[GraphBytes]) -> int:
-        return step_peak_bytes(self.in_order(held), self.external_bytes)
+    def budget_bytes(self) -> int | None:
+        """The options', of this step; None for the smallest."""
+        plans = [self.planned(i) for i in range(len(self.graphs))]
+        peak_bytes = self.peak([p.baseline for p in plans]) - self.beside.resident_bytes
+        around_bytes = max(form.around_bytes for form in self.forms)
+        whole_bytes = self.beside.whole_bytes(peak_bytes, around_bytes)
+        return self.options.resolve_budget_bytes(whole_bytes, plans[0].available_bytes)
 
-    def in_order(self, held: Sequence[GraphBytes]) -> list[GraphBytes]:
-        """One entry a call; its results stay after its backward, as gradients do."""
-        calls = zip(self.sequence, self.gradient_bytes, self.result_bytes, strict=True)
-        return [
-            replace(held[i], gradient_bytes=min(held[i].gradient_bytes, new_bytes) + result_bytes)
-            for i, new_bytes, result_bytes in calls
-        ]
+    def peak(self, held: Sequence[GraphBytes]) -> int:
+        return max(form.peak(held) for form in self.forms)
+
+    def calls_of(self, i: int) -> int:
+        """How often graph ``i`` runs in a step."""
+        return max(form.sequence.count(i) for form in self.forms)
 
     def rest(self, held: Sequence[GraphBytes], i: int) -> Rest:
         """What graph ``i`` sees of the others; the strictest, where it runs several times."""
-        calls = self.in_order(held)
-        rests = [
-            rest_of(calls, k, self.external_bytes) for k, j in enumerate(self.sequence) if j == i
-        ]
+        rests = [rest for form in self.forms for rest in form.rests(held, i)]
         outside = max(r.outside_bytes for r in rests)
         waiting = max(r.outside_bytes + r.between_bytes for r in rests)
         backward = max(r.outside_bytes + r.gradient_bytes for r in rests)
@@ -162,17 +329,32 @@ class Step:
         It is then among its own others, which is only right if its plan keeps what they do.
         """
         rest = self.rest(held, i)
-        if self.sequence.count(i) == 1:
+        if self.calls_of(i) == 1:
             return rest
         room_bytes = peak_bytes - rest.outside_bytes - held[i].boundary_bytes
         return replace(rest, between_bytes=max(rest.between_bytes, room_bytes))
 
+    def assignment(self, budget_bytes: int | None, rest: Rest, i: int) -> Assignment:
+        """What graph ``i`` is told."""
+        calls = [c for c in self.calls if c.graph is self.graphs[i]]
+        holders = max((c.holders for c in calls), default=())
+        handed_on = self.handed_on[i]
+        return Assignment(
+            budget_bytes,
+            rest,
+            note=self.note(rest),
+            handed_on=handed_on,
+            holders=holders,
+            beside=self.beside,
+        )
+
     def note(self, rest: Rest) -> str:
         """For the report."""
-        if len(self.sequence) == 1:
+        graphs = max(len(form.sequence) for form in self.forms)
+        if graphs == 1:
             return ""
         return (
-            f"one of {len(self.sequence)} graphs of the step: the others hold"
+            f"one of {graphs} graphs of the step: the others hold"
             f" {format_bytes(rest.outside_bytes)} beside it, and"
             f" {format_bytes(rest.between_bytes)} between its forward and its backward"
         )
@@ -182,7 +364,7 @@ class Step:
         demands = [self.demand(i) for i in range(len(self.graphs))]
         # What the first step ran with saves the least; it is there, if nothing better is found.
         codes = [g.code for g in self.graphs]
-        first_bytes = self.peak([_of(g).chosen for g in self.graphs])
+        first_bytes = self.peak([self.planned(i).chosen for i in range(len(self.graphs))])
         scale = 1.0
         for attempt in range(_MOST_TRIES):
             planned = self.shared(demands, scale, budget_bytes)
@@ -208,7 +390,7 @@ class Step:
         """Compile again what the step's peak stands at, as long as that makes it smaller."""
         tried: set[int] = set()
         while True:
-            held = [_of(g).chosen for g in self.graphs]
+            held = [self.planned(i).chosen for i in range(len(self.graphs))]
             peak_bytes = self.peak(held)
             rests = [self.rest(held, i) for i in range(len(self.graphs))]
             stands_at = [
@@ -224,14 +406,14 @@ class Step:
             tried.add(i)
             graph, code = self.graphs[i], self.graphs[i].code
             rest = self.rest_of_calls(held, i, peak_bytes)
-            graph.compile_again(Assignment(rest=rest, note=self.note(rest), beside=self.beside))
-            held[i] = _of(graph).chosen
+            graph.compile_again(self.assignment(None, rest, i))
+            held[i] = self.planned(i).chosen
             if self.peak(held) >= peak_bytes:
                 graph.use(code)
 
     def can_be_smaller(self, i: int, rest: Rest, peak_bytes: int) -> bool:
         """Whether a graph that the step's peak stands at was made for another rest of the step."""
-        planned = _of(self.graphs[i])
+        planned = self.planned(i)
         if planned.assignment.more_follow:
             # It was to save the least, at the price of its own peak.
             own_bytes = planned.chosen.peak_with(replace(rest, between_bytes=0))
@@ -246,22 +428,22 @@ class Step:
         def fit(quotas: Sequence[int]) -> tuple[float, list[GraphBytes]] | None:
             return self.plan([int(q * scale) for q in quotas], budget_bytes)
 
-        if len(self.sequence) > len(self.graphs):
+        if any(self.calls_of(i) > 1 for i in range(len(self.graphs))):
             found = cheapest_share(demands, fit, lambda planned: planned[0])
         else:
             found = share(demands, fit)
         return None if found is None else found[1]
 
     def demand(self, i: int) -> Demand:
-        return Demand(self.least(i).kept_bytes, _of(self.graphs[i]).baseline.kept_bytes)
+        return Demand(self.least(i).kept_bytes, self.planned(i).baseline.kept_bytes)
 
     def least(self, i: int) -> GraphBytes:
         """The plan that keeps the least, as the referee sees it."""
-        planned = _of(self.graphs[i])
+        planned = self.planned(i)
         program = planned.program
         if program.boundary is None:
             return planned.chosen
-        between = replay(program, keep_all(program))[1].peak_bytes
+        between = replay(program, as_it_is(program))[1].peak_bytes
         plan = minimum_plan(with_rest(program, Rest(between_bytes=between)), self.quick)
         return planned.planned_bytes(planned.stats_of(plan))
 
@@ -276,17 +458,19 @@ class Step:
         # Until it is planned, a graph leaves what it may: its own other calls see that.
         held = [
             replace(b, boundary_bytes=min(b.boundary_bytes, b.constant_bytes + quota))
-            for g, quota in zip(self.graphs, quotas, strict=True)
-            for b in [_of(g).baseline]
+            for i, quota in enumerate(quotas)
+            for b in [self.planned(i).baseline]
         ]
         cost_ns = 0.0
-        for i, graph in enumerate(self.graphs):
-            planned = _of(graph)
+        for i in range(len(self.graphs)):
+            planned = self.planned(i)
             program = planned.program
             rest = self.rest(held, i)
             own_bytes = budget_bytes - rest.outside_bytes
             between = max(0, own_bytes - program.constant_bytes - quotas[i])
-            is_last = i == self.sequence[-1] and self.sequence.count(i) == 1
+            is_last = self.calls_of(i) == 1 and all(
+                i not in form.sequence or i == form.sequence[-1] for form in self.forms
+            )
             if is_last or planned.baseline.kept_bytes <= quotas[i]:
                 between = 0
             try:
@@ -296,7 +480,7 @@ class Step:
                 return None
             stats = planned.stats_of(plan)
             held[i] = planned.planned_bytes(stats)
-            cost_ns += self.sequence.count(i) * stats.cost_ns
+            cost_ns += self.calls_of(i) * stats.cost_ns
         return (cost_ns, held) if self.peak(held) <= budget_bytes else None
 
     def compile_all(self, held: Sequence[GraphBytes], budget_bytes: int) -> None:
@@ -304,18 +488,17 @@ class Step:
         held = list(held)
         for i, graph in enumerate(self.graphs):
             rest = self.rest_of_calls(held, i, budget_bytes)
-            planned = _of(graph)
+            planned = self.planned(i)
             fits_as_it_is = planned.is_default and (
                 rest.outside_bytes + planned.chosen.peak_with(rest) <= budget_bytes
             )
             if not fits_as_it_is:
-                note = self.note(rest)
-                graph.compile_again(Assignment(budget_bytes, rest, note=note, beside=self.beside))
-            held[i] = _of(graph).chosen
+                graph.compile_again(self.assignment(budget_bytes, rest, i))
+            held[i] = self.planned(i).chosen
         peak = self.peak(held)
         log.info(
             "a step of %d graphs: promised %s of %s",
-            len(self.sequence),
+            max(len(form.sequence) for form in self.forms),
             format_bytes(peak),
             format_bytes(budget_bytes),
         )
@@ -323,7 +506,8 @@ class Step:
             raise InfeasibleBudgetError(budget_bytes)
 
 
-def _of(graph: SharedGraph) -> Planned:
+def planned_of(graph: SharedGraph) -> Planned:
+    """What is known of a graph that was planned."""
     assert graph.planned is not None
     return graph.planned
 
@@ -333,15 +517,32 @@ def _storages(values: Sequence[Any], allocator: Allocator) -> dict[int, int]:
     return {
         v.untyped_storage().data_ptr(): allocator.block_bytes(v.untyped_storage().nbytes())
         for v in values
-        if isinstance(v, torch.Tensor)
-        and v.layout is torch.strided
-        and not isinstance(v, FakeTensor)
+        if is_counted(v)
     }
 
 
-def _external_bytes(calls: Sequence[Call]) -> int:
-    """Inputs of all calls, each storage once, without what the calls hand on to one another."""
+def is_counted(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether this has bytes of its own."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not isinstance(value, FakeTensor)
+    )
+
+
+def external_bytes(calls: Sequence[Call], others: Sequence[Call] = ()) -> int:
+    """Inputs of all calls, each storage once, without what the calls hand on to one another.
+
+    Args:
+        others: calls of other forms of the step; of their inputs, those that are still there.
+    """
     inputs: dict[int, int] = {}
+    for call in others:
+        inputs.update(
+            (a, size)
+            for a, size in call.inputs.items()
+            if a in call.given and not call.given[a].expired()
+        )
     for call in calls:
         inputs.update(call.inputs)
     for call in calls:
@@ -362,11 +563,21 @@ def _gradient_bytes(calls: Sequence[Call]) -> list[int]:
     return new_bytes[::-1]
 
 
+def _handed_on(calls: Sequence[Call]) -> list[HandedOn]:
+    """Of each call; nothing of one whose outputs are not taken by another.
+
+    Its loss is computed outside of graphs, by operations that hold what nobody counts.
+    """
+    taken = {address for call in calls for address in call.inputs}
+    return [c.handed_on if any(a in taken for a in c.outputs) else NOTHING_HANDED_ON for c in calls]
+
+
 def _result_bytes(calls: Sequence[Call]) -> list[int]:
     """For each planned call, what it returns that no call takes: the caller may keep it."""
     taken = {address for call in calls for address in call.inputs}
     return [
         sum(size for address, size in call.outputs.items() if address not in taken)
+        - call.gone_bytes(taken)
         for call in calls
         if call.graph.planned is not None
     ]

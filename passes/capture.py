@@ -68,7 +68,11 @@ from dtrcompile.passes.program import (
     Tensor,
 )
 from dtrcompile.passes.sizes import Sizes
-from dtrcompile.passes.torch_private import InputMutationAOTOutput
+from dtrcompile.passes.torch_private import (
+    InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
+    PlainAOTOutput,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,31 @@ class CapturedOperator:
 
 
 @dataclass(frozen=True)
+class HandedOn:
+    """What the caller of a graph does not hold in its backward.
+
+    Attributes:
+        outputs: indices among what the graph returns to the user; None: all.
+        tangents: all of them, beyond their last use.
+    """
+
+    outputs: frozenset[int] | None = frozenset()
+    tangents: bool = False
+
+    def __and__(self, other: HandedOn) -> HandedOn:
+        if self.outputs is None or other.outputs is None:
+            outputs = other.outputs if self.outputs is None else self.outputs
+        else:
+            outputs = self.outputs & other.outputs
+        return HandedOn(outputs, self.tangents and other.tangents)
+
+
+NOTHING_HANDED_ON = HandedOn()
+# Autograd gives gradients away to a compiled graph that takes them in a list, from some release on.
+ALL_HANDED_ON = HandedOn(None, hasattr(torch.autograd.Function, "boxed_grads_call"))
+
+
+@dataclass(frozen=True)
 class Captured:
     """A program and the way back from it to the graphs.
 
@@ -101,6 +130,7 @@ class Captured:
         static_input_indices: which forward inputs are parameters and buffers.
         cost_model: what operators cost.
         allocator: what it counts for the storages; their sizes in the program are that.
+        handed_on: as in the program.
     """
 
     program: Program
@@ -114,6 +144,51 @@ class Captured:
     static_input_indices: tuple[int, ...]
     cost_model: CostModel
     allocator: Allocator
+    handed_on: HandedOn = NOTHING_HANDED_ON
+
+    def handing_on(self, handed_on: HandedOn) -> Captured:
+        """The same, where the caller holds none of these outputs and tangents in backward.
+
+        What backward returns again counts until the end, and so does all in graphs of symbolic
+        sizes.
+        """
+        if self.backward is None or self.symbols or handed_on == self.handed_on:
+            return self
+        program = self.program
+        held = set(self._owners(output_arguments(self.backward)))
+        given: set[int] = set()
+        for s, index in self.returned:
+            is_given = index is not None and (
+                handed_on.outputs is None or index in handed_on.outputs
+            )
+            (given if is_given else held).add(s)
+        given &= program.held_from_boundary
+        if handed_on.tangents:
+            given |= {s.id for s in program.storages if s.kind is StorageKind.TANGENT}
+        storages = tuple(
+            replace(s, is_handed_on=s.id in given and s.id not in held) for s in program.storages
+        )
+        return replace(self, program=replace(program, storages=storages), handed_on=handed_on)
+
+    @property
+    def returned(self) -> list[tuple[int, int | None]]:
+        """Of each of forward's outputs its storage, and its index among what the user gets."""
+        (out,) = self.forward.graph.find_nodes(op="output")
+        described = list(out.meta.get("desc") or ())[: self.num_fwd_outputs]
+        outputs = self._owners(output_arguments(self.forward)[: self.num_fwd_outputs])
+        # Where the user gets a view of an intermediate, the whole is returned as well.
+        of_user = (d.base_of if isinstance(d, IntermediateBaseAOTOutput) else d for d in described)
+        return [
+            (s, d.idx if isinstance(d, PlainAOTOutput) else None)
+            for s, d in zip(outputs, of_user, strict=False)
+        ]
+
+    def _owners(self, arguments: Iterable[object]) -> list[int]:
+        """The storages of a graph's results; -1 for what has none."""
+        return [
+            self.storage_of.get(self.owner(a), -1) if isinstance(a, fx.Node) else -1
+            for a in arguments
+        ]
 
     @property
     def draws(self) -> dict[int, fx.Node]:
@@ -137,7 +212,7 @@ class Captured:
             allocator=self.allocator,
             draws=[draws[o] for o in order],
             name=self.program.name,
-        )
+        ).handing_on(self.handed_on)
 
     def storage_bytes(self) -> tuple[int, ...]:
         """Of each storage, at the sizes that count here (`sizes.at_sizes`)."""

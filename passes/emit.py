@@ -160,9 +160,13 @@ class _Emitter:
     def _emit_step(self, g: _Graph, step: Step) -> None:
         if isinstance(step, Compute):
             self._compute(g, step.operator)
-        elif isinstance(step, Free) and step.storage in g.owned:
-            node = g.graph.call_function(free, (g.owned.pop(step.storage),))
-            node.meta["dtr_step"] = self.step
+        elif isinstance(step, Free):
+            owner = g.owned.pop(step.storage, None)
+            if self.program.storages[step.storage].is_constant:  # a tangent that was handed on
+                owner = g.fixed[self.captured.storage_nodes[step.storage]]
+            if owner is not None:
+                node = g.graph.call_function(free, (owner,))
+                node.meta["dtr_step"] = self.step
 
     def _compute(self, g: _Graph, o: int) -> None:
         operator = self.captured.operators[o]

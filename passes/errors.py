@@ -51,6 +51,21 @@ class VerificationError(DTRError):
     """An emitted graph, or the schedule made from it, does not do what its plan says."""
 
 
+class ChangedInputError(DTRError):
+    """What has to be computed again in backward depends on a tensor that was changed meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a compiled graph gave up what it had saved, to make room for others of the step, and"
+            " one of its inputs or parameters was changed in place before its backward. Run"
+            " backward before the change (an optimizer's step, for instance), or pass"
+            " options={'several_graphs': True}, so that the graphs need less room from the start."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ChangedInputError, ()
+
+
 class ProgramTooLargeError(DTRError):
     """A planner that searches exhaustively refuses a program, or gives a search up."""
 

@@ -172,7 +172,7 @@ class EagerExecutor:
         if sizes not in self.predicted:
             self.predicted[sizes] = self.predict(sizes)
         predicted = self.predicted[sizes]
-        inputs = iter(list(args))
+        inputs = args[::-1]
         args.clear()
         owners: dict[fx.Node, torch.Tensor] = {}
         tuples: dict[fx.Node, object] = {}
@@ -186,7 +186,7 @@ class EagerExecutor:
                     owners[node] = env[node]  # type: ignore[assignment]
         for index, node in enumerate(self.nodes):
             if node.op == "placeholder":
-                env[node] = next(inputs)
+                env[node] = inputs.pop()
             elif node.op == "get_attr":
                 pass
             elif node.op == "output":

@@ -149,7 +149,32 @@ def _replay_with(
         tangent_of=_tangent_of(graphs, captured.num_fwd_outputs),
         resident=resident,
         shape_env=shape_env,
+        given_outputs=_given_outputs(captured),
+        given_tangents=_given_tangents(captured, graphs),
     )
+
+
+def _given_outputs(captured: Captured) -> frozenset[int]:
+    """Forward outputs that nobody holds in backward."""
+    results = output_arguments(captured.forward)[: captured.num_fwd_outputs]
+    return frozenset(
+        i
+        for i, n in enumerate(results)
+        if isinstance(n, fx.Node)
+        and captured.storage_of.get(captured.owner(n)) in captured.program.handed_on
+    )
+
+
+def _given_tangents(captured: Captured, graphs: Sequence[fx.GraphModule]) -> frozenset[int]:
+    """Backward inputs that are freed at their last use."""
+    names = {
+        captured.storage_nodes[s].name
+        for s in captured.program.handed_on
+        if captured.program.storages[s].is_constant
+    }
+    if len(graphs) < 2:
+        return frozenset()
+    return frozenset(i for i, n in enumerate(placeholders(graphs[1])) if n.name in names)
 
 
 def _tangent_of(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> dict[int, int]:
@@ -301,6 +326,9 @@ class ScheduleSizeModel(SizeModel):
         if formulas is None or not formulas.hold_at(sizes):
             return self.replayed(sizes)
         return replace(formulas.at(sizes), by_sizes=self)
+
+    def of(self, captured: Captured) -> Measured:
+        return replace(self, captured=captured).replayed(None)
 
     def replayed(self, sizes: Sizes | None) -> Measured:
         """The same from a run at these sizes; None: at the hints."""

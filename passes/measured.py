@@ -11,6 +11,7 @@ from dtrcompile.passes.sharing import GraphBytes, Rest
 from dtrcompile.passes.sizes import Sizes
 
 if TYPE_CHECKING:
+    from dtrcompile.passes.capture import Captured
     from dtrcompile.passes.peak_formula import StepFormulas
 
 
@@ -20,6 +21,10 @@ class SizeModel(ABC):
     @abstractmethod
     def at(self, sizes: Sizes) -> Measured:
         """What the graphs hold at these sizes."""
+
+    @abstractmethod
+    def of(self, captured: Captured) -> Measured:
+        """What they hold where the same graphs hand on other outputs and tangents."""
 
     @property
     @abstractmethod

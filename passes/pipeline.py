@@ -153,6 +153,12 @@ class PlanSizeModel(SizeModel):
             return None
         return formulas
 
+    def of(self, captured: Captured) -> Measured:
+        program = captured.program
+        plan = tighten(program, replace(self.plan, program=program.fingerprint))
+        model = PlanSizeModel(captured, plan)
+        return replace(_as_planned(replay(program, plan)[1]), by_sizes=model)
+
     def replayed(self, sizes: Sizes) -> Measured:
         """The same, as the referee counts at these sizes."""
         with at_sizes(sizes):
@@ -287,7 +293,7 @@ class _Fit:
     def run(
         self, terms: Callable[[Measured], Terms], is_whole_peak: bool, always_emit: bool
     ) -> Outcome:
-        plan = keep_all(self.program)
+        plan = as_it_is(self.program)
         timeline, stats = replay(self.program, plan)
         guessed = None if always_emit else self.model.guess(self.captured, stats)
         if guessed is not None:
@@ -316,7 +322,7 @@ class _Fit:
             # The compiler draws random numbers in another order; from one seed, so must the plan.
             self.captured = self.captured.with_draws(measured.draws)
             self.program = self.captured.program
-            plan = keep_all(self.program)
+            plan = as_it_is(self.program)
             timeline, stats = replay(self.program, plan)
             measured = self.measured(None, plan, stats)
         self.lowering_s += time.perf_counter() - start
@@ -640,13 +646,19 @@ class _Fit:
         )
 
 
+def as_it_is(program: Program) -> Plan:
+    """The default split's plan: what is handed on is freed at its last use."""
+    plan = keep_all(program)
+    return tighten(program, plan) if program.handed_on else plan
+
+
 def constant_bytes(captured: Captured) -> dict[StorageKind, int]:
     """Bytes of each kind of constant, at the sizes that count here."""
     totals = dict.fromkeys((StorageKind.PARAMETER, StorageKind.INPUT, StorageKind.TANGENT), 0)
     for storage, size_bytes in zip(
         captured.program.storages, captured.storage_bytes(), strict=True
     ):
-        if storage.kind in totals:
+        if storage.kind in totals and not storage.is_handed_on:
             totals[storage.kind] += size_bytes
     return totals
 

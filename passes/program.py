@@ -12,7 +12,9 @@ Memory rules, which `replay.replay` enforces:
   until a `plan.Free`;
 * freeing a storage undefines all its tensors; a view must then be made again by its operator;
 * forward outputs are resident from the boundary to the end, because the caller holds them;
-  gradients (backward outputs) from their computation to the end.
+  gradients (backward outputs) from their computation to the end;
+* what is *handed on* (`Storage.is_handed_on`) may be freed in backward: forward outputs that nobody
+  holds any more when it begins, tangents that nobody else holds.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ class Storage:
         size_bytes: at least 0.
         kind: see `StorageKind`.
         pinned: why it may not be evicted before its last use, or None if it may.
+        is_handed_on: an output of forward that nobody holds any more when backward begins, or a
+            tangent that nobody else holds, so that it is freed at its last use.
     """
 
     id: int
@@ -64,6 +68,7 @@ class Storage:
     size_bytes: int
     kind: StorageKind = StorageKind.INTERMEDIATE
     pinned: str | None = None
+    is_handed_on: bool = False
 
     @property
     def is_constant(self) -> bool:
@@ -154,6 +159,16 @@ class Program:
         )
 
     @cached_property
+    def handed_on(self) -> frozenset[int]:
+        """Storages that are given up, so that they are freed at their last use in backward."""
+        return frozenset(s.id for s in self.storages if s.is_handed_on)
+
+    @cached_property
+    def held_in_backward(self) -> frozenset[int]:
+        """Storages of forward outputs that the caller may hold until the end."""
+        return self.held_from_boundary - self.handed_on
+
+    @cached_property
     def output_storages(self) -> frozenset[int]:
         """Storages that are resident at the end, constants left out."""
         return frozenset(
@@ -193,7 +208,10 @@ class Program:
         """A hash of everything that planning depends on; names are left out."""
         digest = hashlib.sha256()
         for s in self.storages:
-            digest.update(f"s {s.size_bytes} {s.kind.value} {s.pinned is not None}\n".encode())
+            handed_on = " handed on" if s.is_handed_on else ""
+            digest.update(
+                f"s {s.size_bytes} {s.kind.value} {s.pinned is not None}{handed_on}\n".encode()
+            )
         for t in self.tensors:
             digest.update(f"t {t.storage} {t.producer}\n".encode())
         for o in self.operators:

@@ -18,6 +18,7 @@ boundary and at the end for the outputs that must be there.  The waits are part 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -181,7 +182,9 @@ class _Replay:
                 case Boundary():
                     boundary_bytes = self.live_bytes
                     self.boundary()
-                    at_step = self.live_bytes
+                    # What is handed on is gone when the tangents come; that both are there while
+                    # another graph makes these is in what that one holds.
+                    at_step = max(boundary_bytes, self.live_bytes - self.given_up_bytes())
             if not isinstance(following, Free | Offload):
                 # What was not freed after an operator was not written over by it.
                 at_step = max(at_step, self.live_bytes)
@@ -272,6 +275,8 @@ class _Replay:
     def free(self, s: int) -> None:
         program = self.program
         self.check_may_leave(s, "freed")
+        if s in program.handed_on and not self.in_backward:
+            raise self.fail(f"{program.storages[s].name!r} is handed on, but freed before that")
         storage = program.storages[s]
         if (
             storage.pinned is not None
@@ -318,11 +323,11 @@ class _Replay:
         if not 0 <= s < len(program.storages):
             raise self.fail(f"storage {s} does not exist")
         storage = program.storages[s]
-        if storage.is_constant:
+        if storage.is_constant and not (self.in_backward and s in program.handed_on):
             raise self.fail(f"{storage.name!r} comes from outside and cannot be {what}")
         if s not in self.resident:
             raise self.fail(f"{storage.name!r} is {what} but is not in memory")
-        if self.in_backward and s in program.held_from_boundary:
+        if self.in_backward and s in program.held_in_backward:
             raise self.fail(f"{storage.name!r} is a forward output, which the caller holds")
 
     def boundary(self) -> None:
@@ -355,6 +360,20 @@ class _Replay:
                     self.live_bytes += storage.size_bytes
                 self.defined.add(tensor.id)
 
+    def given_up_bytes(self) -> int:
+        """Outputs that are handed on, and freed right after the boundary."""
+        program = self.program
+        freed = itertools.takewhile(
+            lambda step: isinstance(step, Free), self.plan.steps[self.index + 1 :]
+        )
+        return sum(
+            program.storages[step.storage].size_bytes
+            for step in freed
+            if isinstance(step, Free)
+            and not program.storages[step.storage].is_constant
+            and step.storage in program.handed_on
+        )
+
     def finish(self) -> None:
         program = self.program
         self.index = len(self.plan.steps)
@@ -364,7 +383,7 @@ class _Replay:
             if not self.runs[op.id]:
                 raise self.fail(f"operator {op.name!r} did not run")
         for t in program.outputs:
-            if t not in self.defined:
+            if t not in self.defined and program.tensors[t].storage not in program.handed_on:
                 raise self.fail(f"output {program.tensors[t].name!r} is not in memory at the end")
         if self.clock is not None:
             self.clock.wait_for(sorted(program.output_storages))

@@ -681,6 +681,8 @@ def replay_schedule(
     tangent_of: Mapping[int, int],
     resident: Resident,
     shape_env: Any | None = None,
+    given_outputs: frozenset[int] = frozenset(),
+    given_tangents: frozenset[int] = frozenset(),
 ) -> Measured:
     """Replay a training step's (or an inference pass's) wrappers and read the peak.
 
@@ -693,6 +695,8 @@ def replay_schedule(
             its inputs: the strides are those that Inductor chose.
         tangent_of: backward input -> the forward output that it is the gradient of.
         shape_env: of the graphs' symbols, where sizes are to stay symbols.
+        given_outputs: forward outputs that nobody holds when backward begins.
+        given_tangents: backward inputs that are freed at their last use; not among ``resident``.
     """
     is_symbolic = shape_env is not None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
@@ -713,6 +717,9 @@ def replay_schedule(
     in_forward_peak, forward_label = ledger.peak_live, ledger.peak_label
     if backward is not None:
         ledger.peak_bytes, ledger.peak_live = 0, ()
+        strides = [o.stride() if isinstance(o, torch.Tensor) else None for o in user_outputs]
+        for i in given_outputs:
+            user_outputs[i] = None
         ledger.add_base(resident.tangents)
         numbers = [v for v in saved if not isinstance(v, torch.Tensor)]
         tensors = [v for v in saved if isinstance(v, torch.Tensor)]
@@ -725,8 +732,13 @@ def replay_schedule(
         draws += wrapper.draws
         inputs = [*from_forward, *rest]
         del saved, tensors, from_forward, rest
+        for i in sorted(given_tangents):
+            tangent = inputs[i]
+            assert isinstance(tangent, torch.Tensor)
+            ledger.allocate(tangent, "inputs")
+            del tangent
         for i, o in tangent_of.items():
-            count_coercion(ledger, user_outputs[o], inputs[i])
+            count_coercion(ledger, strides[o], inputs[i], is_given=i in given_tangents)
         gradients = run_wrapper(wrapper, inputs, ledger, mode)
         count_accumulation(ledger, forward_placeholders, gradients)
         are_gradients = ledger.serials(gradients)
@@ -766,7 +778,9 @@ def replay_schedule(
     )
 
 
-def count_coercion(ledger: Ledger, output: object, tangent: object) -> None:
+def count_coercion(
+    ledger: Ledger, output_strides: Sequence[int] | None, tangent: object, *, is_given: bool
+) -> None:
     """AOTAutograd copies a tangent that comes in another layout than was traced.
 
     It is taken to come in the layout of its output, which need not be the traced one either: the
@@ -774,11 +788,15 @@ def count_coercion(ledger: Ledger, output: object, tangent: object) -> None:
     freed after its last use, the tangent stays with its caller.
     """
     if (
-        isinstance(output, torch.Tensor)
+        output_strides is not None
         and isinstance(tangent, torch.Tensor)
-        and output.stride() != tangent.stride()
+        and tuple(output_strides) != tangent.stride()
     ):
-        ledger.allocate(tangent, "a tangent's copy in the layout that was traced")
+        label = "a tangent's copy in the layout that was traced"
+        if is_given:  # then the copy takes its place
+            ledger.use(hint(tangent.untyped_storage().nbytes()), label)
+        else:
+            ledger.allocate(tangent, label)
 
 
 def count_accumulation(

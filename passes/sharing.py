@@ -119,18 +119,27 @@ def with_rest(program: Program, rest: Rest) -> Program:
 
     The later graphs are the workspace of an operator at the boundary; their gradients stay, like a
     tangent.  Both are among what the later graphs hold, so that the peak of the program is
-    `GraphBytes.peak_with`.
+    `GraphBytes.peak_with`.  What is handed on is read by that operator, outputs that nobody holds
+    afterwards, or made by it, tangents that nobody else holds: to a planner they are values like
+    others, which it can free.
     """
     boundary = program.boundary
-    if boundary is None or not (rest.between_bytes or rest.gradient_bytes):
+    handed_on = program.handed_on
+    if boundary is None or not (rest.between_bytes or rest.gradient_bytes or handed_on):
         return program
+    given = tuple(t for t in program.outputs if program.tensors[t].storage in handed_on)
+    received = tuple(
+        t.id
+        for t in program.tensors
+        if t.storage in handed_on and program.storages[t.storage].is_constant
+    )
     workspace_bytes = rest.between_bytes - rest.gradient_bytes - program.tangent_bytes
     operator = Operator(
         boundary,
         REST_NAME,
         Phase.BACKWARD,
-        (),
-        (),
+        tuple(dict.fromkeys(given)),
+        received,
         0,
         max(0, workspace_bytes),
         not_recomputable="the other graphs of the step run here",
@@ -139,13 +148,15 @@ def with_rest(program: Program, rest: Rest) -> Program:
         len(program.storages), GRADIENTS_NAME, rest.gradient_bytes, StorageKind.TANGENT
     )
 
-    def moved(o: int | None) -> int | None:
-        return None if o is None else o + (o >= boundary)
+    def moved(t: Tensor) -> Tensor:
+        if t.producer is None:
+            return replace(t, producer=boundary) if t.id in received else t
+        return replace(t, producer=t.producer + (t.producer >= boundary))
 
     return Program(
-        storages=(*program.storages, gradients),
+        storages=(*map(_kept_until_read, program.storages), gradients),
         tensors=(
-            *(replace(t, producer=moved(t.producer)) for t in program.tensors),
+            *map(moved, program.tensors),
             Tensor(len(program.tensors), GRADIENTS_NAME, gradients.id),
         ),
         operators=(
@@ -153,9 +164,21 @@ def with_rest(program: Program, rest: Rest) -> Program:
             operator,
             *(replace(op, id=op.id + 1) for op in program.operators[boundary:]),
         ),
-        outputs=program.outputs,
+        outputs=tuple(t for t in program.outputs if t not in given),
         boundary=boundary,
         name=program.name,
+    )
+
+
+def _kept_until_read(storage: Storage) -> Storage:
+    """What is handed on, as a value that is there until its last use and not computed again."""
+    if not storage.is_handed_on:
+        return storage
+    return replace(
+        storage,
+        kind=StorageKind.INTERMEDIATE,
+        pinned="another graph of the step reads it, or made it",
+        is_handed_on=False,
     )
 
 

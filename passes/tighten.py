@@ -48,7 +48,7 @@ def _needed_steps(program: Program, plan: Plan) -> list[_Kept]:
         allocates.append(new)
 
     needed: list[_Kept] = []
-    live = set(program.outputs)
+    live = {t for t in program.outputs if program.tensors[t].storage not in program.handed_on}
     for index in range(len(plan.steps) - 1, -1, -1):
         step = plan.steps[index]
         if isinstance(step, Boundary):
@@ -95,8 +95,12 @@ def _with_frees(program: Program, kept: list[_Kept]) -> list[Step]:
 
     for index, item in enumerate(kept):
         if isinstance(item.step, Boundary):
+            for s in sorted(program.handed_on):
+                if program.storages[s].is_constant:
+                    copies[s] = [index]
             for t in _held(program):
-                touch(t, end)
+                is_given_up = program.tensors[t].storage in program.handed_on
+                touch(t, index if is_given_up else end)
             continue
         op = program.operators[item.step.operator]
         for t in op.inputs:
@@ -107,7 +111,8 @@ def _with_frees(program: Program, kept: list[_Kept]) -> list[Step]:
             if program.root_tensor[program.tensors[t].storage] != t:
                 touch(t, index)
     for t in program.outputs:
-        touch(t, end)
+        if program.tensors[t].storage not in program.handed_on:
+            touch(t, end)
 
     frees: list[list[int]] = [[] for _ in range(end + 1)]
     for storage, ends in copies.items():

@@ -40,6 +40,7 @@ from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
+    PlainAOTOutput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
     TangentAOTInput,
@@ -112,4 +113,5 @@ from torch._dynamo.utils import detect_fake_mode
 from torch._functorch import config as functorch_config
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+from torch._C import _storage_Use_Count as storage_use_count
 from torch.utils.checkpoint import CheckpointPolicy

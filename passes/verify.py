@@ -27,12 +27,12 @@ def verify_emitted(
     """
     refuse_copies(plan, "verify_emitted")
     program = captured.program
-    constants = {s.id for s in program.storages if s.is_constant}
+    constants = {s.id for s in program.storages if s.is_constant} - program.handed_on
     tangents = {s.id for s in program.storages if s.kind is StorageKind.TANGENT}
     _walk(captured, timeline, emitted.forward, constants - tangents)
     if emitted.backward is not None:
         boundary = next(i for i, s in enumerate(plan.steps) if isinstance(s, Boundary))
-        _walk(captured, timeline, emitted.backward, constants | set(program.held_from_boundary))
+        _walk(captured, timeline, emitted.backward, constants | program.held_in_backward)
         names = [n.name for n in emitted.backward.graph.find_nodes(op="placeholder")]
         returned = {
             n.name for n in emitted.forward.graph.find_nodes(op="output")[0].all_input_nodes

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
 from bench import several_graphs
-from dtrcompile import backend, training_step
-from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile import backend, training_step, waiting
+from dtrcompile.passes.errors import ChangedInputError, InfeasibleBudgetError
 from tests.integration.helpers import (
     compile_dtr,
     gradients_of,
@@ -116,7 +116,7 @@ def test_a_step_that_cannot_fit_is_refused_and_stays_refused() -> None:
 def test_a_refused_step_is_no_other_models(is_first_step: bool) -> None:
     """Models with equal options share a ledger, also one after another."""
     module, x = model_and_batch()
-    compiled = compile_dtr(module, "25%", compiler="eager")
+    compiled = compile_dtr(module, "24.5%", compiler="eager")
     if is_first_step:
         planned = []
 
@@ -130,14 +130,15 @@ def test_a_refused_step_is_no_other_models(is_first_step: bool) -> None:
         with mock.patch.object(backend, "_plan", plan), raises_dtr(InfeasibleBudgetError):
             compiled(x)
     else:
-        compiled(x).backward()  # as small as can be, because what follows is not known
+        # In the first step before the backward that finds no room, later before the step.
         for _ in range(2):
             with raises_dtr(InfeasibleBudgetError):
-                compiled(x).backward()
+                for _ in range(2):
+                    compiled(x).backward()
     dtrcompile.clear_reports()
     gc.collect()  # the exception holds what waited for its backward
     other, y = layers(12), torch.randn(16 * BATCH, 16)
-    compiled_other = compile_dtr(other, "25%", compiler="eager")
+    compiled_other = compile_dtr(other, "24.5%", compiler="eager")
     for _ in range(2):
         compiled_other(y).square().sum().backward()
     (report,) = dtrcompile.reports()
@@ -363,16 +364,73 @@ def encoder_and_decoder(budget: object, **options: object) -> list[int]:
 
 @pytest.mark.inductor
 @pytest.mark.slow
-def test_modules_that_are_compiled_apart_share_a_budget_if_that_is_known() -> None:
+def test_modules_that_are_compiled_apart_share_a_budget_from_the_first_step() -> None:
     ample = encoder_and_decoder(10**9)[-1]
     budget = ample // 2
-    with raises_dtr(InfeasibleBudgetError, "several_graphs"):
-        encoder_and_decoder(budget)
-    peaks = encoder_and_decoder(budget, several_graphs=True)
-    assert max(peaks) <= budget
-    assert peaks[-1] > 0.8 * budget  # not by giving it away
+    for options in ({}, {"several_graphs": True}):
+        peaks = encoder_and_decoder(budget, **options)
+        assert max(peaks) <= budget
+        assert peaks[-1] > 0.8 * budget  # not by giving it away
     # A share cannot be one of the step's peak before the step is known.
     assert max(encoder_and_decoder("50%", several_graphs=True)) <= budget
+
+
+class Adversaries:
+    """A generator and a discriminator that train in turn: a step takes two forms."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.generator = nn.Sequential(Block(), nn.Dropout(0.1), Block())
+        self.discriminator = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
+        self.modules = nn.ModuleList([self.generator, self.discriminator])
+        self.optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in self.modules]
+        self.z, self.x = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+
+    def train(self, compile_: Any, rounds: int) -> dict[str, Any]:
+        generator, discriminator = compile_(self.generator), compile_(self.discriminator)
+        of_generator, of_discriminator = self.optimizers
+        for seed in range(rounds):
+            torch.manual_seed(seed)
+            self.modules.zero_grad()
+            fake = generator(self.z).detach()
+            (discriminator(self.x) - discriminator(fake)).square().mean().backward()
+            of_discriminator.step()
+            self.modules.zero_grad()
+            discriminator(generator(self.z)).mean().backward()
+            of_generator.step()
+        return {n: p.detach() for n, p in self.modules.named_parameters()}
+
+
+def test_a_graph_that_finds_no_room_has_earlier_ones_compute_again() -> None:
+    """Nothing says beforehand that more than one graph is in a step, which takes two forms."""
+    expected = Adversaries().train(lambda m: compile_dtr(m, 10**9, compiler="eager"), 4)
+    dtrcompile.clear_reports()
+    torch._dynamo.reset()
+    calls = []
+
+    def let_go(call: Any) -> bool:
+        calls.append(original(call))
+        return bool(calls[-1])
+
+    original = waiting.Waiting.let_go
+    with mock.patch.object(waiting.Waiting, "let_go", let_go):
+        found = Adversaries().train(lambda m: compile_dtr(m, 2_400_000, compiler="eager"), 4)
+    assert any(calls)
+    # The masks of a dropout that is computed again are those of the first time.
+    assert relative_error(found, expected) <= SAME
+    assert all(r.promised_peak_bytes <= 2_400_000 for r in dtrcompile.reports())
+
+
+def test_what_is_computed_again_must_not_have_changed() -> None:
+    torch.manual_seed(3)
+    modules = nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(2)])
+    x = torch.randn(BATCH, WIDTH)
+    first, second = (compile_dtr(m, 2_200_000, compiler="eager") for m in modules)
+    loss = second(first(x)).square().mean()
+    with torch.no_grad():
+        next(modules[0].parameters()).add_(1.0)
+    with pytest.raises(ChangedInputError, match="in place"):
+        loss.backward()
 
 
 @pytest.mark.inductor
@@ -401,10 +459,11 @@ def test_calls_that_are_too_many_for_the_budget_are_refused_in_the_first_step() 
     module, x = Block(), torch.randn(BATCH, WIDTH)
     compiled = compile_dtr(module, 3_500_000, compiler="eager")
     results = [compiled(x)]
-    with raises_dtr(InfeasibleBudgetError, "several_graphs"):
-        for _ in range(40):
+    with raises_dtr(InfeasibleBudgetError):
+        for _ in range(60):
             results.append(compiled(x))
-    assert len(results) > 4
+    # Each holds its output at the least.
+    assert 16 < len(results) < 3_500_000 / x.nbytes
 
 
 def test_gradients_that_calls_accumulate_are_counted_once() -> None:

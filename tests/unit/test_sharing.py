@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from bench.synthetic import ProgramBuilder
 from bench.synthetic import training_chain as chain
-from dtrcompile.passes.plan import Boundary, Compute
+from dtrcompile.passes.errors import PlanError
+from dtrcompile.passes.plan import Boundary, Compute, Free
 from dtrcompile.passes.planners import keep_all, make_planner, minimum_plan
+from dtrcompile.passes.program import Program, StorageKind
 from dtrcompile.passes.replay import replay
 from dtrcompile.passes.sharing import (
     ALONE,
@@ -22,6 +26,7 @@ from dtrcompile.passes.sharing import (
     with_rest,
     without_rest,
 )
+from dtrcompile.passes.tighten import tighten
 
 # Two graphs, 10 bytes of constants each; the first hands 5 bytes on to the second, which has them
 # among its constants.
@@ -108,6 +113,64 @@ def test_a_plan_made_under_a_rest_is_valid_alone() -> None:
     assert {s.operator for s in steps if isinstance(s, Compute)} == set(
         range(len(program.operators))
     )
+
+
+def graph_of_a_step(layers: int) -> Program:
+    """A chain that returns 7 bytes, which its backward does not read, and is given 5 for them."""
+    b = ProgramBuilder()
+    value = b.constant("x", 0, StorageKind.INPUT)
+    gradient = b.constant("dy", 5, StorageKind.TANGENT)
+    values = [value]
+    for i in range(layers):
+        values += b.operator(f"f{i}", [values[-1]], [1])
+    (output,) = b.operator("out", [values[-1]], [7])
+    b.begin_backward()
+    for i in reversed(range(layers)):
+        (gradient,) = b.operator(f"g{i}", [gradient, values[i]], [1])
+    return b.build([output, gradient], "graph")
+
+
+def handing_on(program: Program) -> Program:
+    """The program, whose forward outputs and tangents nobody else holds."""
+    given = program.held_from_boundary | {
+        s.id for s in program.storages if s.kind is StorageKind.TANGENT
+    }
+    storages = tuple(replace(s, is_handed_on=s.id in given) for s in program.storages)
+    return replace(program, storages=storages)
+
+
+def test_what_is_handed_on_is_freed_at_its_last_use() -> None:
+    program = graph_of_a_step(4)
+    _, held = replay(program, tighten(program, keep_all(program)))
+    # In the first operator of backward: what was returned and given, f0 to f2, g3.
+    assert held.backward_peak_bytes == 7 + 5 + 3 + 1
+    given = handing_on(program)
+    timeline, stats = replay(given, tighten(given, keep_all(given)))
+    # What was returned is gone, and after that operator so is what was given.
+    assert stats.backward_peak_bytes == stats.boundary_bytes == 7 + 3
+    assert timeline.after_bytes[-1] == 1
+
+
+def test_a_planner_sees_what_is_handed_on_as_values_that_it_can_free() -> None:
+    program = handing_on(graph_of_a_step(9))
+    whole = with_rest(program, Rest(between_bytes=40, gradient_bytes=2))
+    assert not whole.handed_on
+    plan = minimum_plan(whole, make_planner("auto"))
+    _, stats = replay(program, tighten(program, without_rest(plan, program)))
+    # Returned are 7 bytes; nothing is saved, as the input is there.
+    assert stats.boundary_bytes == 7
+    assert replay(whole, plan)[1].peak_bytes == 7 + 40
+    assert stats.recomputed
+
+
+def test_what_is_handed_on_must_be_there_when_forward_returns() -> None:
+    program = handing_on(graph_of_a_step(3))
+    plan = keep_all(program)
+    (output,) = program.held_from_boundary
+    index = plan.steps.index(Boundary())
+    early = replace(plan, steps=(*plan.steps[:index], Free(output), *plan.steps[index:]))
+    with pytest.raises(PlanError, match="before that"):
+        replay(program, early)
 
 
 @pytest.mark.parametrize(("room", "expected"), [(100, 100), (60, 55), (20, 10)])

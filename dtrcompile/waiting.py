@@ -1,0 +1,265 @@
+"""A call whose backward is still to come: what it holds, and how it lets go of that.
+
+A graph that is met later in a step may find no room beside what earlier calls saved.  A waiting
+call can then give up its saved tensors: its backward computes them again, by whatever its graph is
+compiled to by then, from the arguments of the call.  That is what `torch.utils.checkpoint` does
+with a region, decided after the region has run.
+
+Autograd asks the node of a call for its ``apply`` or ``apply_boxed``, so a node of its own is what
+is given another backward; nothing is put between the user's tensors, and a call that keeps what it
+saved runs as if nothing had been here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dtrcompile.passes.errors import ChangedInputError
+from dtrcompile.passes.torch_private import FakeTensor, keeps_graph, storage_use_count
+
+if TYPE_CHECKING:
+    from dtrcompile.planned import Planned
+    from dtrcompile.shared_graph import SharedGraph
+    from dtrcompile.training_step import Call
+
+# Autograd's node calls one of them, which one depends on the release.
+_BACKWARDS = ("apply", "apply_boxed")
+# A saved tensor's storage is held by the tensor and by Python's object for the storage.
+_NOBODY_ELSE = 2
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a graph was called with, so that it can be called again.
+
+    Attributes:
+        values: in order; of a tensor that is no leaf, a detached one.
+        need_gradients: whether each is a tensor that did.
+        versions: of each tensor when the graph was called; None for what is no tensor.
+        random_states: of the generators, None where the graph draws no random numbers.
+    """
+
+    values: tuple[Any, ...]
+    need_gradients: tuple[bool, ...]
+    versions: tuple[int | None, ...]
+    random_states: tuple[torch.Tensor, dict[int, torch.Tensor]] | None
+
+    @staticmethod
+    def of(args: Sequence[Any], *, draws: bool) -> Arguments | None:
+        """Before the call; None where a tensor has no version that tells whether it was changed."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if any(a.is_inference() or isinstance(a, FakeTensor) for a in tensors):
+            return None
+        return Arguments(
+            tuple(a.detach() if isinstance(a, torch.Tensor) and not a.is_leaf else a for a in args),
+            tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args),
+            _versions(args),
+            _random_states(tensors) if draws else None,
+        )
+
+    def are_unchanged(self) -> bool:
+        """Whether no tensor was written into since."""
+        return _versions(self.values) == self.versions
+
+    def fresh(self) -> list[Any]:
+        """Leaves with the same values, for another call."""
+        return [
+            v.detach().requires_grad_(needs) if isinstance(v, torch.Tensor) else v
+            for v, needs in zip(self.values, self.need_gradients, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def drawing_again(self) -> Iterator[None]:
+        """With the generators in the states that they had, and back afterwards."""
+        if self.random_states is None:
+            yield
+            return
+        state, of_devices = self.random_states
+        with torch.random.fork_rng(list(of_devices)):
+            torch.set_rng_state(state)
+            for device, of_device in of_devices.items():
+                torch.cuda.set_rng_state(of_device, device)
+            yield
+
+
+class Waiting:
+    """A call of a graph whose backward is still to come.
+
+    Attributes:
+        planned: what it ran with; None if it holds nothing, because hooks took what it saved.
+        call: its entry in the step, where the step is recorded.
+        is_let_go: it has given up what it saved.
+    """
+
+    def __init__(
+        self,
+        graph: SharedGraph,
+        planned: Planned | None,
+        node: Any,
+        arguments: Arguments | None = None,
+        call: Call | None = None,
+    ) -> None:
+        self.graph = weakref.ref(graph)
+        self.planned = planned
+        self.node = weakref.ref(node)
+        self.arguments = arguments
+        self.call = call
+        self.is_let_go = False
+        self._code: Callable[..., Any] | None = None
+        if arguments is not None:
+            if call is not None:
+                call.is_unused = True
+            for name in _BACKWARDS:
+                if hasattr(type(node), name):
+                    setattr(node, name, functools.partial(_run_backward, self, name))
+
+    @property
+    def kept_bytes(self) -> int:
+        """What it holds: saved tensors and outputs."""
+        if self.planned is None:
+            return 0
+        return self.planned.returned_bytes if self.is_let_go else self.planned.chosen.kept_bytes
+
+    def let_go(self) -> bool:
+        """Give up what it saved; whether it did.
+
+        Not where the call changed an input, because it would be changed once more, or where what
+        was saved is not there any more.
+        """
+        node, graph, arguments = self.node(), self.graph(), self.arguments
+        if self.is_let_go or node is None or graph is None or self.planned is None:
+            return self.is_let_go
+        if arguments is None or not self.planned.can_run_again or not arguments.are_unchanged():
+            return False
+        saved = saved_tensors(node)
+        if saved is None:
+            return False  # its backward has run
+        outside = _addresses(arguments.values)
+        if self.call is not None:
+            outside |= self.call.outputs.keys()
+        self.is_let_go = True
+        self._code = graph.code.function  # in case that the graph is gone by then
+        for tensor in saved:
+            storage = tensor.untyped_storage()
+            is_own = storage.data_ptr() not in outside and storage.resizable()
+            if is_own and storage_use_count(storage._cdata) <= _NOBODY_ELSE:
+                storage.resize_(0)
+        return True
+
+    def compute_again(self) -> Any:
+        """The node of another call with the same arguments.
+
+        Raises:
+            ChangedInputError: if one of them was written into since.
+        """
+        arguments, graph = self.arguments, self.graph()
+        assert arguments is not None
+        if not arguments.are_unchanged():
+            raise ChangedInputError
+        function = self._code if graph is None else graph.code.function
+        assert function is not None
+        with torch.enable_grad(), arguments.drawing_again():
+            return backward_node(function(*arguments.fresh()))
+
+
+def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
+    """Stands in for the method ``name`` of a waiting call's node."""
+    node, graph, call = waiting.node(), waiting.graph(), waiting.call
+    tangents: list[StorageWeakRef] = []
+    if call is not None:
+        call.is_unused = False
+        if graph is not None:
+            graph.ledger.collect_garbage()
+        call.see_backward(_holders(gradients), node)
+        tangents = _storages(gradients)
+    if graph is not None:
+        graph.ledger.before_backward(graph, waiting)
+    if waiting.is_let_go:
+        node = waiting.compute_again()
+    result = getattr(type(node), name)(node, *gradients)
+    if call is not None:
+        call.are_tangents_gone = all(t.expired() for t in tangents)
+    if not keeps_graph():
+        waiting.arguments = None
+    return result
+
+
+def saved_tensors(node: Any) -> list[torch.Tensor] | None:
+    """What a node has saved; None where that is gone."""
+    try:
+        return [*node.saved_tensors, *(getattr(node, "_tensors_no_vc_check", None) or ())]
+    except RuntimeError:
+        return None
+
+
+def _tensors(gradients: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Of the arguments of a node's method: one list of gradients, or each by itself."""
+    boxed = gradients[0] if len(gradients) == 1 and isinstance(gradients[0], list) else gradients
+    return (g for g in boxed if isinstance(g, torch.Tensor) and g.layout is torch.strided)
+
+
+def _storages(gradients: Sequence[Any]) -> list[StorageWeakRef]:
+    return [StorageWeakRef(g.untyped_storage()) for g in _tensors(gradients)]
+
+
+def _holders(gradients: Sequence[Any]) -> tuple[int, ...]:
+    """How many hold each gradient and its storage: to be compared with another call's."""
+    return tuple(
+        sys.getrefcount(g) + storage_use_count(g.untyped_storage()._cdata)
+        for g in _tensors(gradients)
+    )
+
+
+def backward_node(result: Any) -> Any:
+    """The autograd node of a compiled graph's outputs, None without one."""
+    if not torch.is_grad_enabled():
+        return None
+    for output in result if isinstance(result, (tuple, list)) else (result,):
+        node = output.grad_fn if isinstance(output, torch.Tensor) else None
+        # An output that is a view is made from the compiled function's by autograd.  Asked of the
+        # type, because reading the attribute unpacks what was saved, or raises if it is gone.
+        while node is not None and not hasattr(type(node), "saved_tensors"):
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None:
+            return node
+    return None
+
+
+def waits(reference: weakref.ref[Any]) -> bool:
+    """Whether a node still holds its saved tensors: it lives, and backward has not run."""
+    node = reference()
+    if node is None:
+        return False
+    try:
+        # (``saved_tensors`` would unpack them, and so compute a checkpointed block again.)
+        return node._raw_saved_tensors is not None
+    except RuntimeError:
+        return False
+
+
+def _versions(values: Sequence[Any]) -> tuple[int | None, ...]:
+    return tuple(v._version if isinstance(v, torch.Tensor) else None for v in values)
+
+
+def _addresses(values: Sequence[Any]) -> set[int]:
+    return {
+        v.untyped_storage().data_ptr()
+        for v in values
+        if isinstance(v, torch.Tensor) and v.layout is torch.strided
+    }
+
+
+def _random_states(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    devices = sorted({t.device.index for t in tensors if t.is_cuda and t.device.index is not None})
+    return torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices}
