@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -61,6 +62,7 @@ from dtrcompile.passes.torch_private import (
     CompiledFxGraph,
     CustomPartitionerFn,
     FakeTensorMode,
+    TensorifyState,
     TracingContext,
     V,
     aot_autograd,
@@ -212,6 +214,8 @@ class _Source:
         self.first: tuple[fx.GraphModule, Sequence[Any]] | None = (gm, example_inputs)
         self.again = copied_module(gm)
         self.ambient = _Ambient.now()
+        # Numbers that the graph holds as they are; Dynamo forgets which when it is done.
+        self.fixed_numbers = frozenset(TensorifyState.force_specializations)
         # The graph's plans by their numbers.
         self.sessions: dict[int, _Session] = {}
 
@@ -259,7 +263,10 @@ class _Source:
             return compiler(gm, example_inputs, session)
         gm = copied_module(self.again)
         inputs = [n.meta.get("example_value") for n in placeholders(gm)]
-        with self.ambient.restored(), tracing(self.context):
+        fixed_numbers = mock.patch.object(
+            TensorifyState, "force_specializations", set(self.fixed_numbers)
+        )
+        with self.ambient.restored(), tracing(self.context), fixed_numbers:
             return compiler(gm, inputs, session)
 
 

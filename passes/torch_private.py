@@ -31,6 +31,7 @@ from torch._dynamo.utils import (
 from torch._dynamo.utils import (
     register_hook_for_recompile_user_context as register_frame_compilation_hook,
 )
+from torch._dynamo.symbolic_convert import TensorifyState
 
 # --- Dynamo's graph -----------------------------------------------------------------------------
 from torch._C import _get_mkldnn_enabled as mkldnn_enabled
