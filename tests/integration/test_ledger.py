@@ -375,6 +375,22 @@ def test_modules_that_are_compiled_apart_share_a_budget_from_the_first_step() ->
     assert max(encoder_and_decoder("50%", several_graphs=True)) <= budget
 
 
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_scores_that_only_the_loss_reads_count_no_longer_than_they_live() -> None:
+    """The scores and their gradient are most of what the first graph's backward would count."""
+    (*_, plain), expected = several_graphs.train("scores", torch.compile, quick=True)
+    budget = plain * 55 // 100
+
+    def compile_(target: Any) -> Any:
+        return compile_dtr(target, budget, compiler="inductor")
+
+    peaks, gradients = several_graphs.train("scores", compile_, quick=True)
+    assert max(peaks) <= budget
+    assert peaks[1] == peaks[-1] > 0.93 * budget  # not by giving it away, from the second step on
+    assert relative_error(gradients, expected) <= SAME
+
+
 class Adversaries:
     """A generator and a discriminator that train in turn: a step takes two forms."""
 

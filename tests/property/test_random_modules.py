@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.property.random_modules import Case, check, check_inductor
+from tests.property.random_modules import Case, check, check_inductor, check_sizes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -14,6 +14,12 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.mark.parametrize("seed", range(8))
 def test_random_modules(seed: int) -> None:
     check(Case(seed), ("min", "50%")[seed % 2])
+
+
+# 8: a number that Dynamo had made a symbol, and settled on before it compiled the graph.
+@pytest.mark.parametrize(("seed", "moves"), [(3, 6), (8, 3)])
+def test_random_modules_at_random_sizes(seed: int, moves: int) -> None:
+    assert check_sizes(Case(seed, moves), 0.4, True) in ("several plans", "recomputed", "kept")
 
 
 # Shrunk failures of the benchmark: (seed, moves).
