@@ -192,6 +192,9 @@ class Ledger:
                     self.is_partial = others_wait
                 self.observing = True
                 self.recorded_steps = _RECORDED_STEPS
+            elif not others_wait:
+                # It may begin a training step, whose other graphs have to know what it reads.
+                self.recorded_steps = max(self.recorded_steps, 1)
 
     def abandon_step(self) -> None:
         """A graph could not be compiled, so the step that it belongs to never ends."""
@@ -273,13 +276,17 @@ class Ledger:
             self.is_partial = False
             return
         self.observing = False
+        for call in calls:
+            call.see_next_step()
         form = _KnownForm(calls)
         self.forms = [f for f in self.forms if f.is_alive and f.signature != form.signature]
         self.forms = [*self.forms, form][-_MOST_FORMS:]
         try:
             kept_bytes = max((c.graph.kept_bytes for c in calls), default=0)
             beside = self.surroundings.current.with_kept(kept_bytes)
-            step = Step([f.calls for f in self.forms_with(form)], self.options, beside)
+            forms = self.forms_with(form)
+            others = [c for f in self.forms if f not in forms for c in f.calls]
+            step = Step([f.calls for f in forms], self.options, beside, _related(others, calls))
             if not step.is_known_well_enough():
                 step.compile()
         except InfeasibleBudgetError as refusal:
@@ -538,6 +545,12 @@ class Ledger:
         held_bytes = external_bytes(self.calls) + kept_bytes
         held_bytes += graph.assignment.beside.resident_bytes
         return max(0, held_bytes - graph.planned.chosen.constant_bytes) + sum(made.values())
+
+
+def _related(others: Sequence[Call], calls: Sequence[Call]) -> list[Call]:
+    """Those of ``others`` that read a parameter which ``calls`` read too: of the same models."""
+    parameters = {address for call in calls for address in call.parameters}
+    return [call for call in others if parameters & call.parameters.keys()]
 
 
 class _KnownForm:

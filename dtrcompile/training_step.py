@@ -59,6 +59,7 @@ class Call:
         holders: of the gradients that its backward was given.
         are_tangents_gone: nobody held them when its backward was done.
         is_unused: its backward has not run; None where that is not known.
+        outliving: of `inputs`, those that were still there when the next step began.
     """
 
     graph: SharedGraph
@@ -75,6 +76,7 @@ class Call:
     holders: tuple[int, ...] = ()
     are_tangents_gone: bool = False
     is_unused: bool | None = None
+    outliving: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -110,6 +112,14 @@ class Call:
             storages,
             addresses,
         )
+
+    def see_next_step(self) -> None:
+        """Another step begins: which of the inputs are there beside its own?"""
+        self.outliving = {
+            address: size
+            for address, size in self.inputs.items()
+            if address in self.given and not self.given[address].expired()
+        }
 
     @property
     def live_bytes(self) -> int:
@@ -226,6 +236,7 @@ class Step:
     Args:
         forms: for each form, all calls of a step, in order.
         beside: what no graph holds.
+        outliving: calls of other steps of the same models, whose inputs may outlive them.
 
     Attributes:
         graphs: those that were planned.
@@ -236,6 +247,7 @@ class Step:
         forms: Sequence[Sequence[Call]],
         options: Options,
         beside: Beside = NOTHING_BESIDE,
+        outliving: Sequence[Call] = (),
     ) -> None:
         self.options = options
         self.beside = beside
@@ -245,7 +257,7 @@ class Step:
             Form(
                 form,
                 self.graphs,
-                [c for other in forms if other is not form for c in other],
+                [*(c for other in forms if other is not form for c in other), *outliving],
                 beside,
             )
             for form in forms
@@ -534,15 +546,11 @@ def external_bytes(calls: Sequence[Call], others: Sequence[Call] = ()) -> int:
     """Inputs of all calls, each storage once, without what the calls hand on to one another.
 
     Args:
-        others: calls of other forms of the step; of their inputs, those that are still there.
+        others: calls of other forms of the step; of their inputs, those that outlived them.
     """
     inputs: dict[int, int] = {}
     for call in others:
-        inputs.update(
-            (a, size)
-            for a, size in call.inputs.items()
-            if a in call.given and not call.given[a].expired()
-        )
+        inputs.update(call.outliving)
     for call in calls:
         inputs.update(call.inputs)
     for call in calls:
