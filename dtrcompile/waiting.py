@@ -16,7 +16,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +45,14 @@ class Arguments:
         values: in order; of a tensor that is no leaf, a detached one.
         need_gradients: whether each is a tensor that did.
         versions: of each tensor when the graph was called; None for what is no tensor.
-        random_states: of the generators, None where the graph draws no random numbers.
+        random_states: of the generators by device, the CPU's by None; as bytes, because a tensor
+            would count against the budget.  None where the graph draws no random numbers.
     """
 
     values: tuple[Any, ...]
     need_gradients: tuple[bool, ...]
     versions: tuple[int | None, ...]
-    random_states: tuple[torch.Tensor, dict[int, torch.Tensor]] | None
+    random_states: dict[int | None, bytes] | None
 
     @staticmethod
     def of(args: Sequence[Any], *, draws: bool) -> Arguments | None:
@@ -63,7 +64,7 @@ class Arguments:
             tuple(a.detach() if isinstance(a, torch.Tensor) and not a.is_leaf else a for a in args),
             tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args),
             _versions(args),
-            _random_states(tensors) if draws else None,
+            _random_states(_cuda_devices(tensors)) if draws else None,
         )
 
     def are_unchanged(self) -> bool:
@@ -83,12 +84,15 @@ class Arguments:
         if self.random_states is None:
             yield
             return
-        state, of_devices = self.random_states
-        with torch.random.fork_rng(list(of_devices)):
-            torch.set_rng_state(state)
-            for device, of_device in of_devices.items():
-                torch.cuda.set_rng_state(of_device, device)
+        states, before = (
+            self.random_states,
+            _random_states(d for d in self.random_states if d is not None),
+        )
+        _set_random_states(states)
+        try:
             yield
+        finally:
+            _set_random_states(before)
 
 
 class Waiting:
@@ -258,8 +262,22 @@ def _addresses(values: Sequence[Any]) -> set[int]:
     }
 
 
-def _random_states(
-    tensors: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    devices = sorted({t.device.index for t in tensors if t.is_cuda and t.device.index is not None})
-    return torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices}
+def _random_states(devices: Iterable[int]) -> dict[int | None, bytes]:
+    states: dict[int | None, bytes] = {None: torch.get_rng_state().numpy().tobytes()}
+    for device in devices:
+        states[device] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    return states
+
+
+def _set_random_states(states: Mapping[int | None, bytes]) -> None:
+    for device, state in states.items():
+        tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        if device is None:
+            torch.set_rng_state(tensor)
+        else:
+            torch.cuda.set_rng_state(tensor, device)
+
+
+def _cuda_devices(tensors: Iterable[torch.Tensor]) -> list[int]:
+    found = {t.device.index for t in tensors if t.is_cuda and t.device.index is not None}
+    return sorted(found)
