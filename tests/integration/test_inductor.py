@@ -267,6 +267,7 @@ def test_retain_graph_within_a_budget() -> None:
     smallest_bytes = dtrcompile.reports()[-1].promised_peak_bytes
 
     torch._dynamo.reset()
+    module.zero_grad(set_to_none=True)
     compiled = compile_dtr(module, smallest_bytes, compiler="inductor")
     with pytest.raises(VerificationError, match="donated_buffer = False"):
         compiled(x).backward(retain_graph=True)
