@@ -526,7 +526,14 @@ class Ledger:
         """In bytes, a share being one of what is known of the step; None for the smallest."""
         planned = planned_of(graph)
         if self.options.budget.kind is BudgetKind.SHARE:
-            step = Step([self.calls], self.options, graph.assignment.beside)
+            if graph.assignment.budget_bytes is not None:
+                return graph.assignment.budget_bytes  # of the step that it was planned for
+            # The backward of those that wait is still to come, as far as is known.
+            calls = [
+                replace(c, is_unused=None) if c.node is not None and waits(c.node) else c
+                for c in self.calls
+            ]
+            step = Step([calls], self.options, graph.assignment.beside)
             return step.budget_bytes() if graph in step.graphs else None
         whole_bytes = graph.assignment.beside.whole_bytes(
             planned.baseline.peak_bytes, planned.around_bytes
