@@ -20,7 +20,6 @@ from dtrcompile.passes.capture import NOTHING_HANDED_ON
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.inductor import device_of
 from dtrcompile.passes.planners import make_planner
-from dtrcompile.passes.sharing import Rest
 from dtrcompile.passes.torch_private import top_saved_tensors_hooks
 from dtrcompile.planned import Assignment, Code, Planned
 from dtrcompile.report import drop_report
@@ -193,9 +192,11 @@ class SharedGraph:
     def _outgrows(self, values: Values) -> bool:
         """Whether the step that the graph was planned for has to be planned anew, because other
         graphs of it hold more at these sizes too."""
-        assignment = self.assignment
-        alone = Rest(outside_bytes=assignment.beside.resident_bytes)
-        if assignment.rest == alone and not assignment.is_provisional:
+        assignment, rest = self.assignment, self.assignment.rest
+        is_alone = rest.outside_bytes <= assignment.beside.resident_bytes and not (
+            rest.between_bytes or rest.gradient_bytes or assignment.is_provisional
+        )
+        if is_alone or self.ledger.options.is_whole_peak:
             return False
         return any(v > w for v, w in zip(values, self.step_values, strict=True))
 
