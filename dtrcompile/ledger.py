@@ -158,6 +158,7 @@ class Ledger:
         with self.lock:
             if any(c.is_done for c in self.calls) and not self.anything_waits():
                 self.end_step()
+            self.drop_evaluations()
         try:
             graph.compile_first(self.first_assignment(more_follow, graph))
         except InfeasibleBudgetError as refusal:
@@ -172,6 +173,12 @@ class Ledger:
                 graph.compile_first(assignment)
             except InfeasibleBudgetError as last:
                 raise last from refusal
+
+    def drop_evaluations(self) -> None:
+        """Forget calls without a backward, before the first with one, whose results are gone: they
+        are no part of the training step that begins."""
+        if not any(c.awaits_backward for c in self.calls):
+            self.calls = [c for c in self.calls if c.has_live_results]
 
     def let_go(self) -> bool:
         """Have all calls that wait give up what they saved; whether any did."""
@@ -245,6 +252,7 @@ class Ledger:
             is_begun = any(c.is_done or c.graph is graph for c in self.calls)
             if is_begun and not self.anything_waits():
                 self.end_step()
+            self.drop_evaluations()
             holding = self.holding_calls()
             if self.is_recording or not graph.foresees(holding):
                 self.drop_done()
@@ -534,7 +542,9 @@ class Ledger:
                 for c in self.calls
             ]
             step = Step([calls], self.options, graph.assignment.beside)
-            return step.budget_bytes() if graph in step.graphs else None
+            of_step = step.budget_bytes() if graph in step.graphs else None
+            of_model = graph.budget_bytes(planned)  # the largest step seen, which may be another
+            return of_step if of_step is None or of_model is None else max(of_step, of_model)
         whole_bytes = graph.assignment.beside.whole_bytes(
             planned.baseline.peak_bytes, planned.around_bytes
         )

@@ -147,20 +147,25 @@ class SharedGraph:
             )
         )
 
+    def budget_bytes(self, planned: Planned) -> int | None:
+        """The budget of the step, at the sizes of ``planned``; None for the least that can be."""
+        assignment = self.assignment
+        if assignment.budget_bytes is not None:
+            return assignment.budget_bytes
+        return self.step_peak.budget_bytes(
+            self.ledger.options,
+            planned.baseline.peak_bytes,
+            planned.available_bytes,
+            trains=planned.trains,
+            beside=assignment.beside,
+        )
+
     def own_bytes(self, planned: Planned) -> int | None:
         """What the graph may hold of the budget, at the sizes of ``planned``; None for the least
         that can be."""
-        assignment = self.assignment
-        budget_bytes = assignment.budget_bytes
-        if budget_bytes is None:
-            budget_bytes = self.step_peak.budget_bytes(
-                self.ledger.options,
-                planned.baseline.peak_bytes,
-                planned.available_bytes,
-                trains=planned.trains,
-                beside=assignment.beside,
-            )
-        return None if budget_bytes is None else budget_bytes - assignment.rest.outside_bytes
+        budget_bytes = self.budget_bytes(planned)
+        outside_bytes = self.assignment.rest.outside_bytes
+        return None if budget_bytes is None else budget_bytes - outside_bytes
 
     def _compile_for(self, values: Values, number: int) -> Code:
         sizes = self.symbols.sizes(values)

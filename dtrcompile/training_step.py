@@ -122,6 +122,11 @@ class Call:
         }
 
     @property
+    def has_live_results(self) -> bool:
+        """Whether somebody holds something that it returned."""
+        return any(s is not None and not s.expired() for s in self.storages)
+
+    @property
     def live_bytes(self) -> int:
         """Of the outputs that were still held when its backward began, its inputs left out."""
         return self.bytes_of(self.live_outputs or ())
