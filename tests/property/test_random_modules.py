@@ -32,10 +32,14 @@ def test_modules_that_once_failed(seed: int, moves: int) -> None:
 
 # 5020: the gradient of an output whose layout is not the traced one is copied before backward.
 # 5060: a step of several graphs that begins with one that has no backward; results held to the end.
+# Dynamo leaves its batch norm to eager PyTorch, so that what that holds comes on top of the budget.
 @pytest.mark.inductor
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "moves", "budget"), [(5020, 6, "min"), (5060, 5, "50%")])
+@pytest.mark.parametrize(
+    ("seed", "moves", "budget", "seen"),
+    [(5020, 6, "min", "Inductor"), (5060, 5, "50%", "Inductor, more held beside its graphs")],
+)
 def test_modules_whose_promise_once_broke_under_inductor(
-    seed: int, moves: int, budget: str
+    seed: int, moves: int, budget: str, seen: str
 ) -> None:
-    assert check_inductor(Case(seed, moves), budget) == "Inductor"
+    assert check_inductor(Case(seed, moves), budget) == seen
