@@ -60,7 +60,7 @@ from dtrcompile.demo.memory import static_bytes, trace_step
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.executor import clear_executor_log, executor_log
 
-BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 16, 61, 32, 1, 2
+BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS = 16, 16, 29, 16, 2, 2
 PIXELS, SAMPLES, CLASSES = 32, 480, 3
 STEPS = 3
 SEED = 11
@@ -238,8 +238,7 @@ _TEXT_TOWER = {**_DECODER, "projection_dim": WIDTH}
 _IMAGE_TOWER = {**{k: v for k, v in _IMAGE.items() if k != "num_labels"}, "projection_dim": WIDTH}
 _TOWERS = {"text_config": _TEXT_TOWER, "vision_config": _IMAGE_TOWER, "projection_dim": WIDTH}
 
-ARCHITECTURES: dict[str, Architecture] = {
-    # Decoders.
+DECODERS = {
     "gpt2": Architecture(
         "GPT2LMHeadModel",
         text,
@@ -315,7 +314,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"time_step_rank": 2},
     ),
     "biogpt": Architecture("BioGptForCausalLM", text, _DECODER),
-    # Encoders and decoders.
+}
+ENCODERS_AND_DECODERS = {
     "t5": Architecture("T5ForConditionalGeneration", source_and_target, _T5),
     "mt5": Architecture("MT5ForConditionalGeneration", source_and_target, _T5),
     "bart": Architecture("BartForConditionalGeneration", source_and_target, _SEQ2SEQ),
@@ -328,7 +328,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         {k: v for k, v in _SEQ2SEQ.items() if k != "max_position_embeddings"}
         | {"num_mel_bins": 8, "max_source_positions": LENGTH, "max_target_positions": LENGTH},
     ),
-    # Encoders.
+}
+ENCODERS = {
     "bert": Architecture("BertForMaskedLM", padded_text, _ENCODER),
     "roberta": Architecture("RobertaForMaskedLM", padded_text, _ENCODER),
     "distilbert": Architecture(
@@ -373,7 +374,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
         | {"d_inner": 2 * WIDTH},
     ),
-    # Images.
+}
+IMAGES = {
     "vit": Architecture("ViTForImageClassification", image, _IMAGE),
     "deit": Architecture("DeiTForImageClassification", image, _IMAGE),
     "dinov2": Architecture("Dinov2ForImageClassification", image, _IMAGE),
@@ -406,11 +408,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2]}
         | {"mlp_ratios": [2, 2], "decoder_hidden_size": 16, "num_labels": CLASSES},
     ),
-    # Images and text, sound.
+}
+IMAGES_AND_TEXT = {
     "clip": Architecture("CLIPModel", image_and_text, _TOWERS),
     "siglip": Architecture("SiglipModel", image_and_text, _TOWERS),
+}
+SOUND = {
     "wav2vec2": Architecture("Wav2Vec2ForSequenceClassification", sound, _SOUND),
     "hubert": Architecture("HubertForSequenceClassification", sound, _SOUND),
+}
+FAMILIES = {
+    "decoders": DECODERS,
+    "encoders and decoders": ENCODERS_AND_DECODERS,
+    "encoders": ENCODERS,
+    "images": IMAGES,
+    "images and text": IMAGES_AND_TEXT,
+    "sound": SOUND,
+}
+ARCHITECTURES: dict[str, Architecture] = {
+    name: architecture for family in FAMILIES.values() for name, architecture in family.items()
 }
 
 
@@ -632,6 +648,51 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     return format_table(header, lines)
 
 
+def span(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table of docs/benchmarks.md: one line a family, and what did not train."""
+    lines = [
+        "| family | models | several graphs | 50 % kept | refused, kept as named"
+        " | promised of budget | `min` of the unbudgeted peak | gradient error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for family, members in FAMILIES.items():
+        mine = [row for row in rows if row["name"] in members]
+        trained = [row for row in mine if "error" not in row]
+        half = [row for row in trained if row["budget"] == "50%"]
+        least = [row for row in trained if row["budget"] == "min"]
+        kept = [row for row in half if row["trained_at"] == "50%"]
+        used = [row["promised_bytes"] / row["budget_bytes"] for row in half]
+        # Of several graphs the largest alone: the whole step holds no less.
+        shares = [row["promised_bytes"] / row["baseline_bytes"] for row in least]
+        errors = [
+            float(row.get(key, 0))
+            for row in trained
+            for key in ("error_of_eager", "error_of_unbudgeted")
+        ]
+        cells = (
+            family,
+            str(len({row["name"] for row in mine})),
+            str(len({row["name"] for row in trained if row["graphs"] > 1})),
+            str(len(kept)),
+            str(len(half) - len(kept)),
+            span(used),
+            span(shares),
+            f"{max(errors):.0e}" if errors else "",
+        )
+        if mine:
+            lines.append(f"| {' | '.join(cells)} |")
+    for row in rows:
+        if row.get("bad"):
+            lines.append(f"{row['name']} at {row['budget']}: {'; '.join(row['bad'])}")
+        if "error" in row:
+            lines.append(f"{row['name']} at {row['budget']}: {row['error']}")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the table, return the exit status."""
     assert __doc__ is not None
@@ -645,7 +706,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.rows:
         lines = arguments.rows.read_text(encoding="utf-8").splitlines()
-        print(table(map(json.loads, lines)))
+        measured_before = [json.loads(line) for line in lines]
+        print(table(measured_before))
+        print(summary(measured_before))
         return 0
     if importlib.util.find_spec("transformers") is None:
         print("skipped: transformers is not installed")
