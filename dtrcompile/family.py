@@ -291,20 +291,20 @@ class Family:
         return again
 
     def _compile(self, target: Values, values: Values) -> Code:
-        planned_for = [self._planned_for(code) for code in self.codes.values()]
-        if not self.symbols:
+        if self.symbols:
+            planned_for = [self._planned_for(code) for code in self.codes.values()]
+            log.warning(
+                "compiling the graph once more, for %s: its plan(s) for %s do not suit a call at"
+                " %s",
+                self.symbols.sizes(target),
+                " and ".join(str(self.symbols.sizes(s)) for s in planned_for),
+                self.symbols.sizes(values),
+            )
+        else:
             log.warning(
                 "compiling the graph once more: it has less room than it was planned for, because"
                 " of what lies beside it (gradients in .grad, an optimizer)"
             )
-            self.compiled += 1
-            return self.compile_for(target, self._free_number())
-        log.warning(
-            "compiling the graph once more, for %s: its plan(s) for %s do not suit a call at %s",
-            self.symbols.sizes(target),
-            " and ".join(str(self.symbols.sizes(s)) for s in planned_for),
-            self.symbols.sizes(values),
-        )
         self.compiled += 1
         return self.compile_for(target, self._free_number())
 

@@ -289,10 +289,10 @@ class Ledger:
         form = _KnownForm(calls)
         self.forms = [f for f in self.forms if f.is_alive and f.signature != form.signature]
         self.forms = [*self.forms, form][-_MOST_FORMS:]
+        forms = self.forms_with(form)
         try:
             kept_bytes = max((c.graph.kept_bytes for c in calls), default=0)
             beside = self.surroundings.current.with_kept(kept_bytes)
-            forms = self.forms_with(form)
             others = [c for f in self.forms if f not in forms for c in f.calls]
             step = Step([f.calls for f in forms], self.options, beside, _related(others, calls))
             if not step.is_known_well_enough():
@@ -303,7 +303,7 @@ class Ledger:
                 call.graph.refusal = refusal
         for graph in {c.graph for c in calls}:
             graph.foreseen.clear()
-        for f in self.forms_with(form):
+        for f in forms:
             for call in f.calls:
                 call.graph.foreseen.append(call.before)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dtrcompile.options import Options
-from dtrcompile.passes.errors import CaptureError, DTRError
+from dtrcompile.passes.errors import CaptureError, wrapped_error
 from dtrcompile.passes.pipeline import Outcome
 
 
@@ -86,7 +86,7 @@ def planned_outcome(
     except ProbedPlan as planned:
         return planned.outcome
     except Exception as error:
-        ours = _ours(error)
+        ours = wrapped_error(error)
         if ours is not None:
             raise ours from error
         raise CaptureError(
@@ -94,22 +94,3 @@ def planned_outcome(
             f" planned beforehand: {error}"
         ) from error
     raise CaptureError("the model computes nothing that needs a gradient, so nothing was planned")
-
-
-def _ours(error: BaseException) -> DTRError | None:
-    """The error of this package that PyTorch wrapped, if it is one."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        if isinstance(current, DTRError):
-            return current
-        seen.add(id(current))
-        pending += [
-            current.__cause__,
-            current.__context__,
-            getattr(current, "inner_exception", None),
-        ]
-    return None

@@ -17,7 +17,7 @@ from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.options import Options
 
 
-@dataclass
+@dataclass(eq=False)
 class StepPeak:
     """Of one model; compared by identity.
 
@@ -30,9 +30,6 @@ class StepPeak:
     size_bytes: int = 0
     may_train: bool = False
     around_bytes: int = 0
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
 
     def see(self, size_bytes: int) -> None:
         """A training step holds this much without a budget."""

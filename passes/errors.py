@@ -230,6 +230,25 @@ def _rebuild_infeasible(
     )
 
 
+def wrapped_error(error: BaseException) -> DTRError | None:
+    """The error of this package that ``error`` is, or that PyTorch wrapped in it; None for none."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        if isinstance(current, DTRError):
+            return current
+        seen.add(id(current))
+        pending += [
+            current.__context__,
+            current.__cause__,
+            getattr(current, "inner_exception", None),
+        ]
+    return None
+
+
 def format_bytes(size_bytes: float) -> str:
     """``size_bytes`` for a person: ``'93.0 MiB'``."""
     size = float(size_bytes)

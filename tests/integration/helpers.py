@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import dtrcompile
-from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError
+from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, wrapped_error
 
 Compile = Callable[[Any], Any]
 Observed = dict[str, Any]
@@ -142,21 +142,7 @@ def smallest_that_works(run: Callable[[object], Any], budget: object) -> tuple[o
 
 def unwrap(error: BaseException) -> BaseException:
     """The `DTRError` inside ``error``, which Dynamo may have wrapped; or ``error`` itself."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        if isinstance(current, DTRError):
-            return current
-        seen.add(id(current))
-        pending += [
-            current.__context__,
-            current.__cause__,
-            getattr(current, "inner_exception", None),
-        ]
-    return error
+    return wrapped_error(error) or error
 
 
 @contextmanager
