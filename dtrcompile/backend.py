@@ -340,6 +340,7 @@ class _Session:
             return None
         if self._planned is None or self._planned[0] is not self.outcome:
             planned = Planned.of(self.outcome, self.assignment, self.available_bytes)
+            planned = planned.handing_on(self.assignment.handed_on)
             self._planned = (self.outcome, planned)
         return self._planned[1]
 
@@ -371,12 +372,15 @@ class _Session:
         self.assignment.beside.check(budget_bytes, self.around_bytes)
 
     def tell(self, assignment: Assignment) -> None:
-        """More lies beside it than it was compiled for, and it stays as it is."""
+        """It was compiled for something else, and stays as it is."""
         if self.outcome is None or self.is_replaced:
             return
-        self.assignment = replace(self.assignment, rest=assignment.rest, beside=assignment.beside)
-        rest = replace(self.outcome.rest, outside_bytes=assignment.rest.outside_bytes)
-        self.outcome = replace(self.outcome, rest=rest)
+        own = self.assignment
+        self.assignment = replace(assignment, sizes=own.sizes, number=own.number)
+        budget_bytes = assignment.budget_bytes
+        if budget_bytes is None:
+            budget_bytes = self.outcome.budget_bytes
+        self.outcome = replace(self.outcome, rest=assignment.rest, budget_bytes=budget_bytes)
         _report(self)
 
     def learn(self, baseline: Measured, *, is_guess: bool) -> None:

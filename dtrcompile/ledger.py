@@ -38,7 +38,7 @@ from dtrcompile.beside import (
     before_steps,
 )
 from dtrcompile.options import BudgetKind, Options
-from dtrcompile.passes.capture import ALL_HANDED_ON, NOTHING_HANDED_ON
+from dtrcompile.passes.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.sharing import Rest
 from dtrcompile.planned import Assignment, Planned, is_small
@@ -511,6 +511,9 @@ class Ledger:
         if not waiting.is_let_go:
             if needed_bytes <= budget_bytes:
                 return
+            seen = planned.handing_on(self.handed_on(waiting))
+            if outside_bytes + seen.chosen.backward_peak_bytes <= budget_bytes:
+                return
             if not waiting.let_go():
                 raise InfeasibleBudgetError(budget_bytes, minimum_bytes=needed_bytes)
         # Its outputs may be with the caller, beside those that are computed again.
@@ -529,6 +532,18 @@ class Ledger:
             graph.compile_again(
                 Assignment(budget_bytes, rest, note=note, handed_on=ALL_HANDED_ON, beside=beside)
             )
+
+    def handed_on(self, waiting: Waiting) -> HandedOn:
+        """What nobody holds beside a call whose backward begins, as far as that can be seen now.
+
+        The gradients of what other graphs took are taken to be theirs to give away.
+        """
+        call = waiting.call
+        if call is None or call.live_outputs is None:
+            return NOTHING_HANDED_ON
+        taken = {address for c in self.calls if c is not call for address in c.inputs}
+        is_taken = any(address in taken for address in call.outputs)
+        return HandedOn(call.handed_on.outputs, is_taken and ALL_HANDED_ON.tangents)
 
     def known_budget_bytes(self, graph: SharedGraph) -> int | None:
         """In bytes, a share being one of what is known of the step; None for the smallest."""

@@ -368,6 +368,14 @@ class SharedGraph:
             assignment = replace(assignment, sizes=self.symbols.sizes(self.values))
         self.use(self.compile_with(assignment))
 
+    def keep(self, assignment: Assignment) -> None:
+        """Go on with the code, which is right for this assignment too."""
+        code = self.code
+        code.tell(assignment)
+        own = code.assignment
+        assignment = replace(assignment, sizes=own.sizes, number=own.number)
+        self.use(replace(code, assignment=assignment))
+
     def use(self, code: Code) -> None:
         """Run this from the next call on, whatever was compiled before or since."""
         self.code = code

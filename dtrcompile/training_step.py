@@ -36,7 +36,7 @@ from dtrcompile.passes.sharing import (
 from dtrcompile.passes.torch_private import FakeTensor, storage_use_count
 from dtrcompile.planned import Assignment, Planned
 from dtrcompile.shared_graph import SharedGraph
-from dtrcompile.waiting import saved_tensors, waits
+from dtrcompile.waiting import PYTHONS_HOLD, saved_tensors, waits
 
 log = logging.getLogger("dtrcompile")
 
@@ -55,6 +55,7 @@ class Call:
         node: autograd's, of a call that awaits its backward.
         given: storages of its inputs by address.
         storages, addresses: of what it returned; None for what is no tensor.
+        has_gradient: of what it returned, whether autograd made it a part of its graph.
         live_outputs: indices of what was still held when its backward began.
         holders: of the gradients that its backward was given.
         are_tangents_gone: nobody held them when its backward was done.
@@ -72,6 +73,7 @@ class Call:
     given: dict[int, StorageWeakRef] = field(default_factory=dict)
     storages: Sequence[StorageWeakRef | None] = ()
     addresses: Sequence[int] = ()
+    has_gradient: Sequence[bool] = ()
     live_outputs: frozenset[int] | None = None
     holders: tuple[int, ...] = ()
     are_tangents_gone: bool = False
@@ -111,6 +113,7 @@ class Call:
             given,
             storages,
             addresses,
+            [isinstance(r, torch.Tensor) and r.grad_fn is not None for r in results],
         )
 
     def see_next_step(self) -> None:
@@ -153,7 +156,14 @@ class Call:
         own = Counter(t.untyped_storage()._cdata for t in saved if is_counted(t))
         del saved
         storages = {i: s.cdata for i, s in enumerate(self.storages) if s is not None}
-        self.live_outputs = frozenset(i for i, n in counts.items() if n > own[storages[i]])
+        # Autograd saves a tensor of its own in place of an output with a gradient, so that saving
+        # makes no cycle.  Of any other output it saves the tensor itself, which the caller may
+        # hold too.
+        self.live_outputs = frozenset(
+            i
+            for i, n in counts.items()
+            if not self.has_gradient[i] or n > own[storages[i]] + PYTHONS_HOLD
+        )
         self.holders = holders
 
     @property
@@ -381,7 +391,8 @@ class Step:
         demands = [self.demand(i) for i in range(len(self.graphs))]
         # What the first step ran with saves the least; it is there, if nothing better is found.
         codes = [g.code for g in self.graphs]
-        first_bytes = self.peak([self.planned(i).chosen for i in range(len(self.graphs))])
+        first_bytes = self.peak(self.held())
+        peak_operator = ""
         scale = 1.0
         for attempt in range(_MOST_TRIES):
             planned = self.shared(demands, scale, budget_bytes)
@@ -394,21 +405,39 @@ class Step:
                 self.compile_all(planned, budget_bytes)
                 return
             except InfeasibleBudgetError as refusal:
-                if last and first_bytes > budget_bytes:
-                    raise InfeasibleBudgetError(
-                        budget_bytes, minimum_bytes=first_bytes, operator=refusal.operator
-                    ) from refusal
+                if last:
+                    peak_operator = refusal.operator
+                    break
             scale *= _LESS
         for graph, code in zip(self.graphs, codes, strict=True):
             if graph.code is not code:
                 graph.use(code)
+        if first_bytes > budget_bytes:
+            self.compile_smallest(budget_bytes)
+        held = self.held()
+        if self.peak(held) > budget_bytes:
+            raise InfeasibleBudgetError(
+                budget_bytes, minimum_bytes=self.peak(held), operator=peak_operator
+            )
+        for i, graph in enumerate(self.graphs):
+            graph.keep(self.assignment(budget_bytes, self.rest(held, i), i))
 
-    def compile_smallest(self) -> None:
-        """Compile again what the step's peak stands at, as long as that makes it smaller."""
+    def held(self) -> list[GraphBytes]:
+        """What each graph holds with the code that it has."""
+        return [self.planned(i).chosen for i in range(len(self.graphs))]
+
+    def compile_smallest(self, enough_bytes: int = 0) -> None:
+        """Compile again what the step's peak occurs in, as long as that makes it smaller.
+
+        Args:
+            enough_bytes: a peak that is small enough.
+        """
         tried: set[int] = set()
         while True:
-            held = [self.planned(i).chosen for i in range(len(self.graphs))]
+            held = self.held()
             peak_bytes = self.peak(held)
+            if peak_bytes <= enough_bytes:
+                return
             rests = [self.rest(held, i) for i in range(len(self.graphs))]
             stands_at = [
                 i
@@ -455,14 +484,17 @@ class Step:
         return Demand(self.least(i).kept_bytes, self.planned(i).baseline.kept_bytes)
 
     def least(self, i: int) -> GraphBytes:
-        """The plan that keeps the least, as the referee sees it."""
+        """The plan that keeps the least: as the referee sees it, or one that was measured."""
         planned = self.planned(i)
         program = planned.program
         if program.boundary is None:
             return planned.chosen
         between = replay(program, as_it_is(program))[1].peak_bytes
         plan = minimum_plan(with_rest(program, Rest(between_bytes=between)), self.quick)
-        return planned.planned_bytes(planned.stats_of(plan))
+        found = planned.planned_bytes(planned.stats_of(plan))
+        return min(
+            (planned.baseline, planned.chosen, found), key=lambda b: (b.kept_bytes, b.peak_bytes)
+        )
 
     def plan(
         self, quotas: Sequence[int], budget_bytes: int
@@ -484,6 +516,11 @@ class Step:
             program = planned.program
             rest = self.rest(held, i)
             own_bytes = budget_bytes - rest.outside_bytes
+            baseline = planned.baseline
+            if baseline.kept_bytes <= quotas[i] and baseline.peak_with(rest) <= own_bytes:
+                held[i] = baseline
+                cost_ns += self.calls_of(i) * program.cost_ns
+                continue
             between = max(0, own_bytes - program.constant_bytes - quotas[i])
             is_last = self.calls_of(i) == 1 and all(
                 i not in form.sequence or i == form.sequence[-1] for form in self.forms
@@ -509,8 +546,11 @@ class Step:
             fits_as_it_is = planned.is_default and (
                 rest.outside_bytes + planned.chosen.peak_with(rest) <= budget_bytes
             )
-            if not fits_as_it_is:
-                graph.compile_again(self.assignment(budget_bytes, rest, i))
+            assignment = self.assignment(budget_bytes, rest, i)
+            if fits_as_it_is:
+                graph.keep(assignment)
+            else:
+                graph.compile_again(assignment)
             held[i] = self.planned(i).chosen
         peak = self.peak(held)
         log.info(

@@ -33,8 +33,18 @@ if TYPE_CHECKING:
 
 # Autograd's node calls one of them, which one depends on the release.
 _BACKWARDS = ("apply", "apply_boxed")
-# A saved tensor's storage is held by the tensor and by Python's object for the storage.
-_NOBODY_ELSE = 2
+
+
+def _holders_in_python() -> int:
+    storage = torch.empty(1).untyped_storage()
+    return storage_use_count(storage._cdata)
+
+
+# How often Python's object for a storage, once there is one, holds the storage: once, as long as
+# anything else does.
+PYTHONS_HOLD = _holders_in_python()
+# A saved tensor's storage is held by the tensor, too.
+_NOBODY_ELSE = PYTHONS_HOLD + 1
 
 
 @dataclass(frozen=True)

@@ -395,21 +395,23 @@ class _Fit:
     def within(
         self, own_bytes: int, chosen: Candidate | None, baseline: Measured
     ) -> Candidate | None:
-        """What was chosen, or, where it is too large to run, the smallest without regard to others.
+        """What was chosen, or, where it is too large to run, what leaves less room to others: all
+        that it leaves beside what was chosen, or none.
 
         Raises:
             InfeasibleBudgetError: if that is too large as well.
         """
 
-        def peak_bytes() -> int:
-            return (baseline if chosen is None else chosen.measured).peak_bytes
+        def held() -> Measured:
+            return baseline if chosen is None else chosen.measured
 
-        if peak_bytes() > own_bytes and self.rest.between_bytes:
-            self.rest = replace(self.rest, between_bytes=0)
-            self.answers.clear()  # they were for the other rest
-            chosen = self.smaller_than(baseline)
-        if peak_bytes() > own_bytes:
-            raise self.infeasible(own_bytes, self.smallest(), peak_bytes())
+        for between_bytes in (own_bytes - held().boundary_bytes, 0):
+            if held().peak_bytes > own_bytes and 0 <= between_bytes < self.rest.between_bytes:
+                self.rest = replace(self.rest, between_bytes=between_bytes)
+                self.answers.clear()  # they were for the other rest
+                chosen = self.smaller_than(baseline)
+        if held().peak_bytes > own_bytes:
+            raise self.infeasible(own_bytes, self.smallest(), held().peak_bytes)
         return chosen
 
     def peak(self, candidate: Candidate) -> int:

@@ -23,6 +23,7 @@ from dtrcompile.passes.plan import Compute, Plan, Step
 from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 
 REST_NAME = "rest_of_the_step"
+TANGENTS_NAME = "tangents_from_later_graphs"
 GRADIENTS_NAME = "gradients_of_later_graphs"
 # Shares that are tried, from all to nothing, before the last interval is halved, or, where the
 # cheapest is looked for, both beside it.
@@ -118,40 +119,51 @@ def with_rest(program: Program, rest: Rest) -> Program:
     """The program as a planner has to see it: with the rest of the step, less what is outside.
 
     The later graphs are the workspace of an operator at the boundary; their gradients stay, like a
-    tangent.  Both are among what the later graphs hold, so that the peak of the program is
-    `GraphBytes.peak_with`.  What is handed on is read by that operator, outputs that nobody holds
-    afterwards, or made by it, tangents that nobody else holds: to a planner they are values like
-    others, which it can free.
+    tangent.  Gradients and tangents are among what the later graphs hold, so that the peak of the
+    program is `GraphBytes.peak_with`.  What is handed on is read by that operator, if it is an
+    output that nobody holds afterwards, or made by a second one when these are gone, if it is a
+    tangent that nobody else holds: to a planner they are values like others, which it can free.
     """
     boundary = program.boundary
     handed_on = program.handed_on
     if boundary is None or not (rest.between_bytes or rest.gradient_bytes or handed_on):
         return program
     given = tuple(t for t in program.outputs if program.tensors[t].storage in handed_on)
-    received = tuple(
-        t.id
-        for t in program.tensors
-        if t.storage in handed_on and program.storages[t.storage].is_constant
+    received = _received(program)
+    among_later = rest.gradient_bytes + sum(
+        s.size_bytes
+        for s in program.storages
+        if s.kind is StorageKind.TANGENT and s.id not in handed_on
     )
-    workspace_bytes = rest.between_bytes - rest.gradient_bytes - program.tangent_bytes
-    operator = Operator(
+    later_graphs = Operator(
         boundary,
         REST_NAME,
         Phase.BACKWARD,
         tuple(dict.fromkeys(given)),
-        received,
+        (),
         0,
-        max(0, workspace_bytes),
+        max(0, rest.between_bytes - among_later),
         not_recomputable="the other graphs of the step run here",
     )
+    inserted = [later_graphs]
+    if received:
+        tangents = replace(
+            later_graphs,
+            id=boundary + 1,
+            name=TANGENTS_NAME,
+            inputs=(),
+            outputs=received,
+            workspace_bytes=0,
+        )
+        inserted.append(tangents)
     gradients = Storage(
         len(program.storages), GRADIENTS_NAME, rest.gradient_bytes, StorageKind.TANGENT
     )
 
     def moved(t: Tensor) -> Tensor:
         if t.producer is None:
-            return replace(t, producer=boundary) if t.id in received else t
-        return replace(t, producer=t.producer + (t.producer >= boundary))
+            return replace(t, producer=inserted[-1].id) if t.id in received else t
+        return replace(t, producer=t.producer + len(inserted) * (t.producer >= boundary))
 
     return Program(
         storages=(*map(_kept_until_read, program.storages), gradients),
@@ -161,12 +173,22 @@ def with_rest(program: Program, rest: Rest) -> Program:
         ),
         operators=(
             *program.operators[:boundary],
-            operator,
-            *(replace(op, id=op.id + 1) for op in program.operators[boundary:]),
+            *inserted,
+            *(replace(op, id=op.id + len(inserted)) for op in program.operators[boundary:]),
         ),
         outputs=tuple(t for t in program.outputs if t not in given),
         boundary=boundary,
         name=program.name,
+    )
+
+
+def _received(program: Program) -> tuple[int, ...]:
+    """The tangents that nobody else holds."""
+    handed_on = program.handed_on
+    return tuple(
+        t.id
+        for t in program.tensors
+        if t.storage in handed_on and program.storages[t.storage].is_constant
     )
 
 
@@ -188,11 +210,12 @@ def without_rest(plan: Plan, program: Program) -> Plan:
         return plan
     boundary = program.boundary
     assert boundary is not None
+    inserted = 2 if _received(program) else 1
     steps: list[Step] = []
     for step in plan.steps:
         if isinstance(step, Compute) and step.operator >= boundary:
-            if step.operator > boundary:
-                steps.append(Compute(step.operator - 1))
+            if step.operator >= boundary + inserted:
+                steps.append(Compute(step.operator - inserted))
         else:
             steps.append(step)
     return Plan(tuple(steps), program.fingerprint, plan.planner)

@@ -163,6 +163,17 @@ def test_a_planner_sees_what_is_handed_on_as_values_that_it_can_free() -> None:
     assert stats.recomputed
 
 
+def test_tangents_come_when_the_outputs_that_nobody_holds_are_gone() -> None:
+    program = handing_on(graph_of_a_step(4))
+    _, alone = replay(program, tighten(program, keep_all(program)))
+    rest = Rest(between_bytes=2)  # less than the tangent's 5 bytes
+    whole = with_rest(program, rest)
+    plan = tighten(whole, keep_all(whole))
+    held = replay(whole, plan)[1]
+    assert held.peak_bytes == alone.boundary_bytes + rest.between_bytes
+    assert replay(program, without_rest(plan, program))[1].cost_ns == program.cost_ns
+
+
 def test_what_is_handed_on_must_be_there_when_forward_returns() -> None:
     program = handing_on(graph_of_a_step(3))
     plan = keep_all(program)
