@@ -141,7 +141,7 @@ def _image(batch: int, edge: int) -> tuple[Tensor, ...]:
 
 
 def _labelled(batch: int, edge: int) -> tuple[Tensor, ...]:
-    return torch.randn(batch, 3, edge, edge), torch.randint(10, (batch,))
+    return torch.randn(batch, 3, edge, edge, dtype=torch.float64), torch.randint(10, (batch,))
 
 
 def _sequence(batch: int, length: int) -> tuple[Tensor, ...]:
@@ -152,7 +152,8 @@ _GPT = GPTSizes(layers=2, width=32, heads=2, context=64, vocabulary=64, dropout=
 MODELS: dict[str, Model] = {
     "transformer": Model(lambda: GPT(_GPT), _text, (42, 2), (62, 3), (0, 1)),
     "unet": Model(lambda: UNet(8), _image, (42, 2), (84, 4), (0, 2, 3)),
-    "convnet": Model(lambda: ConvNet(8), _labelled, (42, 2), (152, 4), (0, 2, 3)),
+    # In float32 the gradients of plain PyTorch are off by up to 1 %: maxima that are nearly equal.
+    "convnet": Model(lambda: ConvNet(8).double(), _labelled, (42, 2), (152, 4), (0, 2, 3)),
     "lstm": Model(lambda: UnrolledLSTM(16), _sequence, (256, 12), (23, 1), (0,), 70),
 }
 
@@ -214,7 +215,7 @@ def unbudgeted_bytes(model: Model, module: nn.Module, calls: int, compiler: str)
     """What the largest of the calls holds without a budget."""
     torch._dynamo.reset()
     dtrcompile.clear_reports()
-    batch, length = max(sizes_of(model, calls), key=lambda size: size[0] * size[1])
+    batch, length = max(sizes_of(model, calls), key=lambda size: model.inputs(*size)[0].numel())
     options = {"budget": "100%", "compiler": compiler}
     compiled = torch.compile(copy.deepcopy(module), backend=dtr, dynamic=False, options=options)
     compiled(*model.inputs(batch, length)).backward()

@@ -202,8 +202,7 @@ def buckets(compile_: Compile, width: int, batch: int) -> Form:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     module, x = trunk(width, BLOCKS), torch.randn(batch, width)
-    block_mib = sum(p.nbytes for p in module[0].parameters()) / 2**20
-    parallel = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=2 * block_mib)
+    parallel = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)
     compiled = compile_(lambda x: loss_of(parallel(x)))
     return Form(module, [x], lambda: compiled(x))
 

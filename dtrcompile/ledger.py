@@ -54,6 +54,10 @@ _LET_GO = (
     "a graph of the step finds no room beside what earlier ones saved: these compute it again in"
     " this step"
 )
+_SHARE_OF_ONE = (
+    "The budget is {} of this graph alone. If the training step has more graphs (modules that are"
+    " compiled one by one), options={{'several_graphs': True}} makes it a share of the whole step."
+)
 # Steps that are recorded after the latest surprise: a training loop may take two or three forms of
 # steps in turn, and each of them has to find room before it is known.
 _RECORDED_STEPS = 4
@@ -113,7 +117,9 @@ class Ledger:
         waiting = self.waiting_calls()
         outside = sum(w.kept_bytes for w in self.waiting())
         if self.is_recording and not self.is_partial:
-            outside += external_bytes([c for c in self.calls if c.graph is not of_graph])
+            others = [c for c in self.calls if c.graph is not of_graph]
+            outside += external_bytes(others, self.related_calls())
+            outside += self.own_inputs_bytes(of_graph)
         else:
             outside += sum(
                 graph.planned.chosen.constant_bytes
@@ -134,6 +140,18 @@ class Ledger:
             note = f"{note}; more graphs follow".lstrip("; ")
         rest = Rest(outside_bytes=outside + beside.resident_bytes)
         return Assignment(rest=rest, more_follow=more_follow, note=note, beside=beside)
+
+    def own_inputs_bytes(self, graph: SharedGraph) -> int:
+        """Inputs, parameters left out, of the graph's calls that wait, which no other call has."""
+        inputs = {
+            address: size
+            for w in self.waiting()
+            if w.call is not None and w.call.graph is graph and waits(w.node)
+            for address, size in w.call.inputs.items()
+            if address not in w.call.parameters
+        }
+        others = {a for c in self.calls if c.graph is not graph for a in (*c.inputs, *c.outputs)}
+        return sum(size for address, size in inputs.items() if address not in others)
 
     def received_bytes(self, graph: SharedGraph) -> int:
         """Of the graph's inputs, those that calls which wait seem to have returned.
@@ -165,6 +183,10 @@ class Ledger:
             if self.let_go():
                 log.info(_LET_GO)
             elif not more_follow:
+                if self.options.budget.kind is BudgetKind.SHARE and not self.waiting_calls():
+                    raise refusal.with_advice(
+                        f"{refusal.advice} {_SHARE_OF_ONE.format(self.options.budget)}".strip()
+                    ) from None
                 raise
             # Other graphs take what it returns: whether they do is seen when its backward begins.
             handed_on = ALL_HANDED_ON if more_follow else NOTHING_HANDED_ON
@@ -311,6 +333,10 @@ class Ledger:
         """The known forms that have a graph in common with ``form``, which is among them."""
         graphs = {c.graph for c in form.calls}
         return [f for f in self.forms if graphs & {c.graph for c in f.calls}]
+
+    def related_calls(self) -> list[Call]:
+        """Calls of the known forms that belong to the models of the step that runs."""
+        return _related([c for form in self.forms for c in form.calls], self.calls)
 
     def surprise(self, graph: SharedGraph) -> None:
         """More calls wait for their backward than the graph's plan knows of.
@@ -574,7 +600,7 @@ class Ledger:
             if call.is_done:
                 made.update(call.parameters)
         # Inputs that come from an earlier graph are among its constants and what that one keeps.
-        held_bytes = external_bytes(self.calls) + kept_bytes
+        held_bytes = external_bytes(self.calls, self.related_calls()) + kept_bytes
         held_bytes += graph.assignment.beside.resident_bytes
         return max(0, held_bytes - graph.planned.chosen.constant_bytes) + sum(made.values())
 

@@ -324,6 +324,7 @@ class Step:
             self.beside.check(budget_bytes, max(form.around_bytes for form in self.forms))
         if budget_bytes is None:
             self.compile_smallest()
+            self.keep_all(None)
         else:
             self.compile_within(budget_bytes)
 
@@ -419,6 +420,11 @@ class Step:
             raise InfeasibleBudgetError(
                 budget_bytes, minimum_bytes=self.peak(held), operator=peak_operator
             )
+        self.keep_all(budget_bytes)
+
+    def keep_all(self, budget_bytes: int | None) -> None:
+        """Go on with the code that is there, now that the step is known."""
+        held = self.held()
         for i, graph in enumerate(self.graphs):
             graph.keep(self.assignment(budget_bytes, self.rest(held, i), i))
 
