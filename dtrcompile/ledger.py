@@ -335,8 +335,12 @@ class Ledger:
         return [f for f in self.forms if graphs & {c.graph for c in f.calls}]
 
     def related_calls(self) -> list[Call]:
-        """Calls of the known forms that belong to the models of the step that runs."""
-        return _related([c for form in self.forms for c in form.calls], self.calls)
+        """Calls of the known forms that belong to the models of the step that runs.
+
+        Not of a form that is one call: that is another batch, which is no part of a step.
+        """
+        forms = [calls for form in self.forms if len(calls := form.calls) > 1]
+        return _related([c for calls in forms for c in calls], self.calls)
 
     def surprise(self, graph: SharedGraph) -> None:
         """More calls wait for their backward than the graph's plan knows of.
