@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,14 +29,20 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run(script: str, *arguments: str, port: int = 29511) -> str:
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def run(script: str, *arguments: str) -> str:
     """What a script prints, on the eager executor: the recipes are not about kernels."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "DTRCOMPILE_COMPILER": "eager",
         "DTRCOMPILE_RESERVE": "optimizer",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
@@ -76,5 +83,5 @@ def test_a_distributed_recipe_trains_and_counts_its_optimizer(arguments: tuple[s
 
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
-    printed = run(*arguments, port=29512)
+    printed = run(*arguments)
     assert "training" in printed and "AdamW's exp_avg" in printed
