@@ -39,6 +39,7 @@ from dtrcompile.passes.optimizer_step import (
     step_bytes,
     storage_bytes,
 )
+from dtrcompile.sharded import communication_bytes
 
 KEPT = "gradients kept from an earlier backward"
 _NONE_FOUND = (
@@ -317,6 +318,9 @@ class Surroundings:
             key=lambda item: item[1],
             default=("", 0, 0),
         )
+        # Buffers to communicate come and go between the graphs, and none is left when an optimizer
+        # steps.
+        resident |= communication_bytes(self.read, self.device, self.allocator.block_bytes)
         return Beside(
             resident,
             present_bytes,

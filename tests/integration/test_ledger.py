@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ from tests.integration.scenarios import layers
 WIDTH, BATCH, BLOCKS = 48, 512, 8
 WIDE = 128  # two buckets of gradients
 SAME = 1e-5
+FOUR_MIB = 4 * 2**20
 
 
 class Block(several_graphs.Block):
@@ -581,6 +583,68 @@ def _train(rank: int, port: int, folder: str) -> None:
         torch.save(result, Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+def _shard(port: int, folder: str) -> None:
+    """Trains blocks that are compiled one by one and sharded, with ``torch.compile`` and within
+    4 MiB: every step's peak, and its gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        seen = {}
+
+        def step(module: nn.Module, x: Tensor) -> None:
+            module(x).square().mean().backward()
+
+        for name, options in {
+            "plain": {"backend": "inductor"},
+            "dtr": {
+                "backend": backend.dtr,
+                "options": {"budget": FOUR_MIB, "compiler": "inductor"},
+            },
+        }.items():
+            torch._dynamo.reset()
+            torch.manual_seed(5)
+            module = nn.Sequential(*(Block(64) for _ in range(4)))
+            for block in module:
+                block.compile(**options)
+                fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+            x, peaks = torch.randn(512, 64), list[int]()
+            for _ in range(3):
+                module.zero_grad()
+                shards = [p.to_local() for p in module.parameters()]
+                before = static_bytes(nn.Module(), *shards, x)
+                peaks.append(before + live_peak_bytes(partial(step, module, x)))
+            gradients = {n: p.grad.full_tensor() for n, p in module.named_parameters()}
+            seen[name] = (peaks, gradients)
+        torch.save(seen, Path(folder) / "seen.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_sharded_blocks_that_are_compiled_one_by_one_stay_within_the_budget(
+    tmp_path: Path,
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_shard, args=(port, str(tmp_path)))
+    process.start()
+    process.join(400)
+    assert process.exitcode == 0
+    seen = torch.load(tmp_path / "seen.pt")
+    (plain, expected), (peaks, found) = seen["plain"], seen["dtr"]
+    assert min(plain) > FOUR_MIB
+    assert max(peaks) <= FOUR_MIB
+    assert relative_error(found, expected) <= SAME
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""What FSDP2 holds to communicate: no graph holds it, and it is there while graphs run.
+
+``fully_shard`` gathers the parameters of one group (a block, as a rule) through a buffer of the
+group's size, and copies its gradients into another, which it keeps until the next group's are sent
+(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_all_gather`` and
+``foreach_reduce``).  Backward of one block runs beside the buffer of the block after it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+
+GATHERED = "FSDP's buffer for gathered parameters"
+REDUCED = "FSDP's buffer for gradients to reduce"
+
+# Imported by whoever shards; where nobody did, there is nothing to look for.
+_MODULE, _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup"
+
+
+def communication_bytes(
+    read: Container[int], device: torch.device, block_bytes: Callable[[int], int]
+) -> dict[str, int]:
+    """What the largest group whose parameters are read takes to communicate.
+
+    Args:
+        read: ``id`` of the parameters that graphs read, which are whole ones.
+        device: where memory is counted.
+        block_bytes: what an allocator counts for a request, bytes -> bytes.
+
+    Returns:
+        what it is -> bytes.
+    """
+    found: dict[str, int] = {}
+    group_type = getattr(sys.modules.get(_MODULE), _GROUP, None)
+    if group_type is None:
+        return found
+    for group in gc.get_objects():
+        if type(group) is not group_type or group.device.type != device.type:
+            continue
+        params = group.fsdp_params
+        if not any(id(getattr(p, "_unsharded_param", None)) in read for p in params):
+            continue
+        # One process gathers nothing, but copies its gradients all the same.
+        if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+            size_bytes = sum(_numel(p) * _gathered_dtype(p).itemsize for p in params)
+            found[GATHERED] = max(found.get(GATHERED, 0), block_bytes(size_bytes))
+        size_bytes = sum(
+            _numel(p) * (p.reduce_dtype or _gathered_dtype(p)).itemsize
+            for p in params
+            if p.sharded_param.requires_grad
+        )
+        # Newer releases of PyTorch may keep more than one.
+        count = getattr(group.comm_ctx, "reduce_scatter_max_input_buffers", 1)
+        found[REDUCED] = max(found.get(REDUCED, 0), count * block_bytes(size_bytes))
+    return {name: size for name, size in found.items() if size}
+
+
+def _numel(param: Any) -> int:
+    """Of a whole parameter."""
+    return int(param._orig_size.numel())
+
+
+def _gathered_dtype(param: Any) -> torch.dtype:
+    dtype: torch.dtype = param.param_dtype or param.orig_dtype
+    return dtype
