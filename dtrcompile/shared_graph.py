@@ -20,7 +20,12 @@ from dtrcompile.passes.capture import NOTHING_HANDED_ON
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.inductor import device_of
 from dtrcompile.passes.planners import make_planner
-from dtrcompile.passes.torch_private import top_saved_tensors_hooks
+from dtrcompile.passes.torch_private import (
+    SkipFrame,
+    TensorifyScalarRestartAnalysis,
+    exceptions_allowed_to_be_fallback,
+    top_saved_tensors_hooks,
+)
 from dtrcompile.planned import Assignment, Code, Planned
 from dtrcompile.report import drop_report
 from dtrcompile.step_check import Expected, StepCheck, check_of
@@ -35,6 +40,12 @@ if TYPE_CHECKING:
 _KEPT_GRADIENTS = (
     "Gradients of an earlier backward that are still in .grad are a part of that: call"
     " optimizer.zero_grad(set_to_none=True) before the step, if they are not meant to be added up."
+)
+# Raised by a compilation, these have Dynamo end the graph elsewhere, and the step goes on.
+_DYNAMO_GOES_ON = (
+    *exceptions_allowed_to_be_fallback,
+    SkipFrame,
+    TensorifyScalarRestartAnalysis,
 )
 _SERIALS = itertools.count()
 
@@ -103,6 +114,8 @@ class SharedGraph:
         self.foreseen: list[Counter[int]] = []
         try:
             ledger.compile_first(self, more_follow or options.several_graphs)
+        except _DYNAMO_GOES_ON:
+            raise
         except BaseException:
             ledger.abandon_step()
             raise

@@ -23,7 +23,14 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._dynamo.convert_frame import output_codes
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    SkipFrame,
+    TensorifyScalarRestartAnalysis,
+    Unsupported,
+    UserError,
+    exceptions_allowed_to_be_fallback,
+)
 from torch._dynamo.utils import counters
 from torch._dynamo.utils import (
     get_hook_for_recompile_user_context as frame_compilation_hooks,

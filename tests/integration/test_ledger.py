@@ -106,6 +106,38 @@ def test_at_an_ample_budget_no_graph_recomputes_in_the_end() -> None:
     assert all(r.recomputed_runs == 0 for r in dtrcompile.reports())
 
 
+class Masked(nn.Module):
+    """A graph break, and an index with a mask, whose backward Dynamo cannot have in a graph: it
+    has the backend fail once, and ends the graph there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.token = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[1](x).clone()
+        x[mask] = self.token
+        return self.blocks[2](x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_graphs_before_one_that_dynamo_ends_elsewhere_stay_in_the_step() -> None:
+    module, x, mask = Masked(), torch.randn(BATCH, WIDTH), torch.arange(BATCH) % 2 == 0
+    module(x, mask).backward()
+    expected = gradients_of(module)
+    compiled = compile_dtr(module, 2_000_000)
+    for _ in range(3):
+        module.zero_grad()
+        compiled(x, mask).backward()
+        assert relative_error(gradients_of(module), expected) <= SAME
+    # The second and the third block are then one graph, which is called twice.
+    reports = dtrcompile.reports()
+    assert len(reports) == 2
+    assert all(any("one of 3 graphs" in note for note in r.notes) for r in reports)
+
+
 def test_a_step_that_cannot_fit_is_refused_and_stays_refused() -> None:
     module, x = model_and_batch()
     compiled = compile_dtr(module, static_bytes(module, x) + 3 * x.nbytes, compiler="eager")
