@@ -402,7 +402,7 @@ IMAGES = {
         "MobileNetV2ForImageClassification",
         image,
         {"depth_multiplier": 0.25, "image_size": PIXELS, "num_labels": CLASSES},
-        # In float32 the gradients of eager PyTorch itself are off by 2e-3: batch norm of few pixels.
+        # In float32 eager PyTorch's own gradients are off by 2e-3: batch norm of few pixels.
         dtype=torch.float64,
     ),
     "segformer": Architecture(
