@@ -149,6 +149,7 @@ def compile_graph(
             step_peak=step_peak,
             parameters=parameters,
             received=_received_bytes(gm),
+            returned_bytes=0 if symbols else _returned_bytes(gm),
         )
 
 
@@ -160,6 +161,22 @@ def _received_bytes(gm: fx.GraphModule) -> list[int]:
         for v in inputs
         if isinstance(v, torch.Tensor) and v.layout is torch.strided and not v.is_leaf
     ]
+
+
+def _returned_bytes(gm: fx.GraphModule) -> int:
+    """Of the outputs that the graph computes, where there will be a backward."""
+    made = [
+        v
+        for n in output_arguments(gm)
+        if isinstance(n, fx.Node)
+        and n.op not in ("placeholder", "get_attr")
+        and isinstance(v := n.meta.get("example_value"), torch.Tensor)
+        and v.layout is torch.strided
+    ]
+    if not any(v.requires_grad for v in made):
+        return 0
+    storages = {s._cdata: hint(s.nbytes()) for s in (v.untyped_storage() for v in made)}
+    return sum(storages.values())
 
 
 def _reset() -> None:

@@ -46,7 +46,7 @@ from dtrcompile.shared_graph import SharedGraph
 from dtrcompile.step_check import StepCheck
 from dtrcompile.step_peak import StepPeaks
 from dtrcompile.training_step import Call, Step, external_bytes, planned_of
-from dtrcompile.waiting import Waiting, waits
+from dtrcompile.waiting import Waiting, are_unheld, waits
 
 log = logging.getLogger("dtrcompile")
 
@@ -63,6 +63,9 @@ _SHARE_OF_ONE = (
 _RECORDED_STEPS = 4
 # Forms of a step that graphs are planned for.
 _MOST_FORMS = 4
+# Where a graph is refused that returns this part of the smallest budget that it can be run in, it
+# is tried whether that budget is smaller without what it returns.
+_MUCH_RETURNED = 0.02
 # Times that a step is looked at because calls came that were not foreseen.
 _MOST_SURPRISES = 4
 
@@ -180,21 +183,28 @@ class Ledger:
         try:
             graph.compile_first(self.first_assignment(more_follow, graph))
         except InfeasibleBudgetError as refusal:
+            handed_on = NOTHING_HANDED_ON
+            returns_much = graph.returned_bytes >= _MUCH_RETURNED * (refusal.minimum_bytes or 0)
+            if more_follow or returns_much:
+                # Other graphs take what it returns, or it is as in ``loss_of(model(x))``.
+                handed_on = ALL_HANDED_ON
             if self.let_go():
                 log.info(_LET_GO)
-            elif not more_follow:
-                if self.options.budget.kind is BudgetKind.SHARE and not self.waiting_calls():
-                    raise refusal.with_advice(
-                        f"{refusal.advice} {_SHARE_OF_ONE.format(self.options.budget)}".strip()
-                    ) from None
-                raise
-            # Other graphs take what it returns: whether they do is seen when its backward begins.
-            handed_on = ALL_HANDED_ON if more_follow else NOTHING_HANDED_ON
+            elif handed_on == NOTHING_HANDED_ON:
+                raise self.advised(refusal) from None
+            # Whether it is as assumed is seen when its backward begins.
             assignment = replace(self.first_assignment(more_follow, graph), handed_on=handed_on)
             try:
                 graph.compile_first(assignment)
             except InfeasibleBudgetError as last:
-                raise last from refusal
+                raise self.advised(last) from refusal
+
+    def advised(self, refusal: InfeasibleBudgetError) -> InfeasibleBudgetError:
+        """For a graph that may be one of several."""
+        if self.options.budget.kind is not BudgetKind.SHARE or self.waiting_calls():
+            return refusal
+        advice = f"{refusal.advice} {_SHARE_OF_ONE.format(self.options.budget)}".strip()
+        return refusal.with_advice(advice)
 
     def drop_evaluations(self) -> None:
         """Forget calls without a backward, before the first with one, whose results are gone: they
@@ -318,7 +328,7 @@ class Ledger:
             others = [c for f in self.forms if f not in forms for c in f.calls]
             step = Step([f.calls for f in forms], self.options, beside, _related(others, calls))
             if not step.is_known_well_enough():
-                step.compile()
+                self.compile_step(step)
         except InfeasibleBudgetError as refusal:
             # Not raised here: the caller may belong to another model.
             for call in calls:
@@ -328,6 +338,21 @@ class Ledger:
         for f in forms:
             for call in f.calls:
                 call.graph.foreseen.append(call.before)
+
+    def compile_step(self, step: Step) -> None:
+        """Plan and compile the graphs of a step for what was seen of it.
+
+        Raises:
+            InfeasibleBudgetError: if it does not fit.
+        """
+        is_settled = step.is_settled
+        try:
+            step.compile()
+        except InfeasibleBudgetError:
+            if not is_settled:
+                raise
+            # The graph holds its budget; it is what runs outside of it that has no room.
+            log.debug("no plan has room for what runs between the graph and the loss")
 
     def forms_with(self, form: _KnownForm) -> list[_KnownForm]:
         """The known forms that have a graph in common with ``form``, which is among them."""
@@ -516,7 +541,7 @@ class Ledger:
             return
         # The next step is looked at.
         self.observing, self.is_partial, self.recorded_steps = True, True, _RECORDED_STEPS
-        budget_bytes, rest = assignment.budget_bytes, assignment.rest
+        budget_bytes, rest = self.budget_of_holding(planned), assignment.rest
         outside_bytes = rest.outside_bytes + more_bytes
         if budget_bytes is None or outside_bytes + planned.chosen.peak_with(rest) <= budget_bytes:
             return
@@ -530,6 +555,18 @@ class Ledger:
             Assignment(budget_bytes, Rest(outside_bytes), note=note, beside=assignment.beside)
         )
 
+    def budget_of_holding(self, planned: Planned) -> int | None:
+        """What a graph was planned for, if its caller holds all that the plan takes to be given up.
+
+        Such a step holds more without a budget too, and a share of that is a larger budget.
+        """
+        budget_bytes = planned.assignment.budget_bytes
+        if budget_bytes is None or self.options.budget.kind is not BudgetKind.SHARE:
+            return budget_bytes
+        held = planned.handing_on(NOTHING_HANDED_ON).baseline_peak_bytes
+        more_bytes = self.options.budget.resolve(held - planned.baseline_peak_bytes)
+        return budget_bytes + max(0, more_bytes or 0)
+
     def fit_backward(
         self, graph: SharedGraph, waiting: Waiting, planned: Planned, budget_bytes: int
     ) -> None:
@@ -538,6 +575,8 @@ class Ledger:
         needed_bytes = outside_bytes + planned.chosen.backward_peak_bytes
         if waiting.call is not None and waiting.call.live_outputs is not None:
             needed_bytes += waiting.call.bytes_of(planned.given_up & waiting.call.live_outputs)
+            if planned.captured.handed_on.tangents and not are_unheld(waiting.call.holders):
+                needed_bytes += planned.program.tangent_bytes
         if not waiting.is_let_go:
             if needed_bytes <= budget_bytes:
                 return
@@ -573,14 +612,15 @@ class Ledger:
             return NOTHING_HANDED_ON
         taken = {address for c in self.calls if c is not call for address in c.inputs}
         is_taken = any(address in taken for address in call.outputs)
-        return HandedOn(call.handed_on.outputs, is_taken and ALL_HANDED_ON.tangents)
+        are_given = is_taken or are_unheld(call.holders)
+        return HandedOn(call.handed_on.outputs, are_given and ALL_HANDED_ON.tangents)
 
     def known_budget_bytes(self, graph: SharedGraph) -> int | None:
         """In bytes, a share being one of what is known of the step; None for the smallest."""
         planned = planned_of(graph)
         if self.options.budget.kind is BudgetKind.SHARE:
             if graph.assignment.budget_bytes is not None:
-                return graph.assignment.budget_bytes  # of the step that it was planned for
+                return self.budget_of_holding(planned)  # of the step that it was planned for
             # The backward of those that wait is still to come, as far as is known.
             calls = [
                 replace(c, is_unused=None) if c.node is not None and waits(c.node) else c

@@ -341,13 +341,47 @@ def _backward_calls() -> Iterator[tuple[FrameType, list[Any]]]:
                 yield frame, [n for n in nodes if n is not None]
 
 
+def bytes_outside(node: Any) -> int | None:
+    """About what operators hold that ran between compiled graphs and the loss.
+
+    By the rules of eager PyTorch: an operator that saves something for backward keeps its result,
+    and the largest of them runs beside that, with what it reads and makes.
+
+    Args:
+        node: of a graph whose backward begins.
+
+    Returns:
+        None where that cannot be told.
+    """
+    for _, roots in _backward_calls():
+        outside = _nodes_outside(roots, node)
+        if outside is not None:
+            kept_bytes = sum(_output_bytes(n) for n in outside if _saves(n))
+            running_bytes = [_output_bytes(n) + _input_bytes(n) for n in outside]
+            return kept_bytes + max(running_bytes, default=0)
+    return None
+
+
 def _computed_outside(roots: list[Any], node: Any) -> dict[str, int] | None:
     """Operators from ``roots`` to the first compiled graphs that keep something for backward.
 
     Returns:
         Bytes of their outputs by operator; None if ``node`` is not among the graphs.
     """
+    nodes = _nodes_outside(roots, node)
+    if nodes is None:
+        return None
     outside: dict[str, int] = {}
+    for found in filter(_saves, nodes):
+        name = found.name().removesuffix("Backward0")
+        outside[name] = outside.get(name, 0) + _output_bytes(found)
+    return outside
+
+
+def _nodes_outside(roots: list[Any], node: Any) -> list[Any] | None:
+    """Autograd's nodes from ``roots`` to the first compiled graphs; None if ``node`` is not among
+    these."""
+    outside: list[Any] = []
     is_reached = False
     pending, seen = list(roots), set(roots)
     while pending:
@@ -355,9 +389,7 @@ def _computed_outside(roots: list[Any], node: Any) -> dict[str, int] | None:
         if found is node:
             is_reached = True
         elif not _is_compiled(found):
-            if any(name.startswith("_raw_saved_") for name in dir(type(found))):
-                name = found.name().removesuffix("Backward0")
-                outside[name] = outside.get(name, 0) + _output_bytes(found)
+            outside.append(found)
             for following, _ in found.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
@@ -369,12 +401,28 @@ def _is_compiled(node: Any) -> bool:
     return str(node.name()).startswith("CompiledFunction")
 
 
+def _saves(node: Any) -> bool:
+    """Whether an operator may keep tensors for backward."""
+    return any(name.startswith("_raw_saved_") for name in dir(type(node)))
+
+
 def _output_bytes(node: Any) -> int:
+    return sum(_bytes_of(made) for made in node._input_metadata)
+
+
+def _input_bytes(node: Any) -> int:
+    """Of the inputs that gradients are computed for, parameters left out."""
     return sum(
-        math.prod(int(size) for size in made.shape) * made.dtype.itemsize
-        for made in node._input_metadata
-        if not made.is_nested_tensor
+        _bytes_of(maker._input_metadata[i])
+        for maker, i in node.next_functions
+        if maker is not None and not hasattr(maker, "variable")
     )
+
+
+def _bytes_of(made: Any) -> int:
+    if made.is_nested_tensor:
+        return 0
+    return math.prod(int(size) for size in made.shape) * int(made.dtype.itemsize)
 
 
 # --- lines --------------------------------------------------------------------------------------

@@ -66,12 +66,15 @@ class SharedGraph:
         step_peak: StepPeak,
         parameters: Iterable[nn.Parameter],
         received: Sequence[int] = (),
+        returned_bytes: int = 0,
     ) -> None:
         """
         Args:
             received: bytes of the inputs that were computed from what needs gradients.
+            returned_bytes: of the outputs that may be given up before backward.
         """
         self.received = received
+        self.returned_bytes = returned_bytes
         self.ledger = ledger
         self.graph = graph
         self.serial = next(_SERIALS)

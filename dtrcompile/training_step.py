@@ -43,6 +43,8 @@ log = logging.getLogger("dtrcompile")
 # Times that a share is lowered when the measured graphs turn out larger than the planned ones.
 _MOST_TRIES = 4
 _LESS = 0.85
+# A graph that is the whole step is planned again if this part of its peak is not there.
+_WORTHWHILE = 0.02
 
 
 @dataclass
@@ -57,6 +59,8 @@ class Call:
         storages, addresses: of what it returned; None for what is no tensor.
         has_gradient: of what it returned, whether autograd made it a part of its graph.
         live_outputs: indices of what was still held when its backward began.
+        after_bytes: what operators between it and the loss hold above what it returned and nobody
+            held any more; None where that is not known.
         holders: of the gradients that its backward was given.
         are_tangents_gone: nobody held them when its backward was done.
         is_unused: its backward has not run; None where that is not known.
@@ -75,6 +79,7 @@ class Call:
     addresses: Sequence[int] = ()
     has_gradient: Sequence[bool] = ()
     live_outputs: frozenset[int] | None = None
+    after_bytes: int | None = None
     holders: tuple[int, ...] = ()
     are_tangents_gone: bool = False
     is_unused: bool | None = None
@@ -145,8 +150,12 @@ class Call:
         addresses = {self.addresses[i] for i in gone} - taken
         return sum(size for address, size in self.outputs.items() if address in addresses)
 
-    def see_backward(self, holders: tuple[int, ...], node: Any) -> None:
-        """The backward of ``node`` begins; what the graph itself saved is not held by others."""
+    def see_backward(self, holders: tuple[int, ...], node: Any, outside_bytes: int | None) -> None:
+        """The backward of ``node`` begins; what the graph itself saved is not held by others.
+
+        Args:
+            outside_bytes: what operators between graphs and the loss hold.
+        """
         counts = {
             i: storage_use_count(s.cdata)
             for i, s in enumerate(self.storages)
@@ -165,6 +174,9 @@ class Call:
             if not self.has_gradient[i] or n > own[storages[i]] + PYTHONS_HOLD
         )
         self.holders = holders
+        if outside_bytes is not None:
+            # One that the operators read and nobody else holds is gone when they are done.
+            self.after_bytes = max(0, outside_bytes - self.gone_bytes(set()))
 
     @property
     def handed_on(self) -> HandedOn:
@@ -194,6 +206,7 @@ class Form:
         external_bytes: constants of all graphs, as in `rest_of`, and what lies beside them.
         gradient_bytes: of each call, gradients that its backward is the first to make.
         result_bytes: of each call, outputs that stay with the caller.
+        after_bytes: what operators between the last graph and the loss hold.
         around_bytes: constants of all graphs, and results.
     """
 
@@ -215,16 +228,20 @@ class Form:
         self.external_bytes = constant_bytes + beside.resident_bytes
         self.gradient_bytes = _gradient_bytes(calls)
         self.result_bytes = _result_bytes(calls)
+        self.after_bytes = max((c.after_bytes or 0 for c in calls), default=0)
         self.around_bytes = constant_bytes + sum(self.result_bytes)
 
     def in_order(self, held: Sequence[GraphBytes]) -> list[GraphBytes]:
-        """One entry a call; its results stay after its backward, as gradients do."""
+        """One entry a call; its results stay after its backward, as gradients do.
+
+        The last entry is what runs outside of the graphs, between their forwards and backwards.
+        """
         calls = zip(self.sequence, self.gradient_bytes, self.result_bytes, strict=True)
         own = (
             replace(held[i], gradient_bytes=min(held[i].gradient_bytes, new_bytes) + result_bytes)
             for i, new_bytes, result_bytes in calls
         )
-        return [
+        entries = [
             replace(
                 h, backward_peak_bytes=0, boundary_bytes=h.constant_bytes + kept, gradient_bytes=0
             )
@@ -232,6 +249,7 @@ class Form:
             else h
             for k, h in enumerate(own)
         ]
+        return [*entries, GraphBytes(0, self.after_bytes, 0, 0, 0)]
 
     def peak(self, held: Sequence[GraphBytes]) -> int:
         """The most that a step of this form holds."""
@@ -300,11 +318,31 @@ class Step:
         """Whether its graphs were compiled for the step that it turned out to be."""
         plans = [self.planned(i) for i in range(len(self.graphs))]
         is_inference = all(p.program.boundary is None for p in plans)
+        return is_inference or (self.is_settled and not self.is_worth_planning_again())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is one graph that was compiled as such: its code is right as it is."""
+        told = [planned_of(g).assignment for g in self.graphs]
         was_guessed = any(
-            p.assignment.more_follow or p.assignment.is_share_of_unknown for p in plans
+            a.more_follow or a.is_share_of_unknown or a.handed_on.outputs is None for a in told
         )
-        is_single = all(len(form.sequence) < 2 for form in self.forms)
-        return is_inference or (is_single and not was_guessed)
+        return not was_guessed and all(len(form.sequence) < 2 for form in self.forms)
+
+    def is_worth_planning_again(self) -> bool:
+        """Whether a graph that is the whole step had better be planned for what was seen.
+
+        Its caller may have given up what it returned, so that there is more room; or what runs
+        between it and the loss takes the step past the budget.
+        """
+        if len(self.graphs) != 1 or self.graphs[0].symbols:
+            return False
+        planned, seen = planned_of(self.graphs[0]), self.planned(0)
+        if not planned.is_default:
+            gained_bytes = planned.chosen.peak_bytes - seen.chosen.peak_bytes
+            return gained_bytes >= _WORTHWHILE * planned.chosen.peak_bytes
+        budget_bytes = self.budget_bytes()
+        return budget_bytes is not None and self.peak(self.held()) > budget_bytes
 
     def planned(self, i: int) -> Planned:
         """What is known of graph ``i``, which hands on what was seen."""
@@ -470,7 +508,7 @@ class Step:
             # It was to save the least, at the price of its own peak.
             own_bytes = planned.chosen.peak_with(replace(rest, between_bytes=0))
             return rest.outside_bytes + own_bytes >= peak_bytes
-        return rest.between_bytes > 0
+        return rest.between_bytes > 0 or planned.assignment.handed_on != self.handed_on[i]
 
     def shared(
         self, demands: Sequence[Demand], scale: float, budget_bytes: int
@@ -531,7 +569,9 @@ class Step:
             is_last = self.calls_of(i) == 1 and all(
                 i not in form.sequence or i == form.sequence[-1] for form in self.forms
             )
-            if is_last or planned.baseline.kept_bytes <= quotas[i]:
+            if is_last:
+                between = rest.between_bytes
+            elif planned.baseline.kept_bytes <= quotas[i]:
                 between = 0
             try:
                 whole = with_rest(program, replace(rest, between_bytes=between))
@@ -623,12 +663,14 @@ def _gradient_bytes(calls: Sequence[Call]) -> list[int]:
 
 
 def _handed_on(calls: Sequence[Call]) -> list[HandedOn]:
-    """Of each call; nothing of one whose outputs are not taken by another.
-
-    Its loss is computed outside of graphs, by operations that hold what nobody counts.
-    """
+    """Of each call; nothing of one whose outputs are taken by operators that nobody counted."""
     taken = {address for call in calls for address in call.inputs}
-    return [c.handed_on if any(a in taken for a in c.outputs) else NOTHING_HANDED_ON for c in calls]
+    return [
+        c.handed_on
+        if c.after_bytes is not None or any(a in taken for a in c.outputs)
+        else NOTHING_HANDED_ON
+        for c in calls
+    ]
 
 
 def _result_bytes(calls: Sequence[Call]) -> list[int]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dtrcompile.outside import bytes_outside
 from dtrcompile.passes.errors import ChangedInputError
 from dtrcompile.passes.torch_private import FakeTensor, keeps_graph, storage_use_count
 
@@ -129,7 +130,7 @@ class Waiting:
         self.call = call
         self.is_let_go = False
         self._code: Callable[..., Any] | None = None
-        if arguments is not None:
+        if planned is not None and (call is not None or arguments is not None):
             if call is not None:
                 call.is_unused = True
             for name in _BACKWARDS:
@@ -193,7 +194,7 @@ def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
         call.is_unused = False
         if graph is not None:
             graph.ledger.collect_garbage()
-        call.see_backward(_holders(gradients), node)
+        call.see_backward(_holders(gradients), node, bytes_outside(node))
         tangents = _storages(gradients)
     if graph is not None:
         graph.ledger.before_backward(graph, waiting)
@@ -228,9 +229,17 @@ def _storages(gradients: Sequence[Any]) -> list[StorageWeakRef]:
 def _holders(gradients: Sequence[Any]) -> tuple[int, ...]:
     """How many hold each gradient and its storage: to be compared with another call's."""
     return tuple(
-        sys.getrefcount(g) + storage_use_count(g.untyped_storage()._cdata)
+        sys.getrefcount(g) + g._use_count() + storage_use_count(g.untyped_storage()._cdata)
         for g in _tensors(gradients)
     )
+
+
+_UNHELD = _holders(([torch.empty(1)],))
+
+
+def are_unheld(holders: Sequence[int]) -> bool:
+    """Whether nobody but the list that a backward is given holds its gradients."""
+    return all(n <= _UNHELD[0] for n in holders)
 
 
 def backward_node(result: Any) -> Any:
