@@ -83,7 +83,7 @@ from dtrcompile.passes.workspaces import unknown_workspaces
 from dtrcompile.planned import Assignment, Code, Planned, around_bytes
 from dtrcompile.probe import ProbedPlan, is_probing
 from dtrcompile.report import CompileReport, add_report, next_graph_index
-from dtrcompile.shared_graph import SharedGraph
+from dtrcompile.shared_graph import Returned, SharedGraph
 from dtrcompile.source_hash import package_hash
 from dtrcompile.step_peak import StepPeak
 from dtrcompile.symbols import Symbols
@@ -149,7 +149,7 @@ def compile_graph(
             step_peak=step_peak,
             parameters=parameters,
             received=_received_bytes(gm),
-            returned_bytes=0 if symbols else _returned_bytes(gm),
+            returned=Returned() if symbols else _returned(gm),
         )
 
 
@@ -163,8 +163,8 @@ def _received_bytes(gm: fx.GraphModule) -> list[int]:
     ]
 
 
-def _returned_bytes(gm: fx.GraphModule) -> int:
-    """Of the outputs that the graph computes, where there will be a backward."""
+def _returned(gm: fx.GraphModule) -> Returned:
+    """The outputs that the graph computes, where there will be a backward."""
     made = [
         v
         for n in output_arguments(gm)
@@ -174,9 +174,10 @@ def _returned_bytes(gm: fx.GraphModule) -> int:
         and v.layout is torch.strided
     ]
     if not any(v.requires_grad for v in made):
-        return 0
+        return Returned()
     storages = {s._cdata: hint(s.nbytes()) for s in (v.untyped_storage() for v in made)}
-    return sum(storages.values())
+    has_loss = any(v.requires_grad and v.numel() == 1 for v in made)
+    return Returned(sum(storages.values()), has_loss=has_loss)
 
 
 def _reset() -> None:
@@ -558,6 +559,7 @@ def _report(session: _Session) -> None:
     outcome, options = session.outcome, session.options
     assert outcome is not None
     beside, around = session.assignment.beside, session.around_bytes
+    rest = session.assignment.rest
     captured = outcome.captured
     chosen = outcome.chosen
     guess = "ample budget: peaks are estimates until backward has run" if outcome.is_guess else ""
@@ -592,6 +594,7 @@ def _report(session: _Session) -> None:
             planning_s=session.capture_s + outcome.planning_s,
             lowering_s=outcome.lowering_s,
             outside_bytes=outcome.rest.outside_bytes,
+            step_peak_bytes=rest.outside_bytes + measured.peak_with(rest),
             beside=beside.resident,
             optimizer_step_bytes=beside.in_step_bytes(around) if around else 0,
             first_optimizer_step_bytes=beside.in_first_step_bytes(around) if around else 0,

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from dtrcompile.communication import bucket_bytes, communication_bytes
 from dtrcompile.options import Options
 from dtrcompile.passes.allocators import EXACT, allocator_of
 from dtrcompile.passes.errors import InfeasibleBudgetError
@@ -39,7 +40,6 @@ from dtrcompile.passes.optimizer_step import (
     step_bytes,
     storage_bytes,
 )
-from dtrcompile.sharded import communication_bytes
 
 KEPT = "gradients kept from an earlier backward"
 _NONE_FOUND = (
@@ -305,6 +305,9 @@ class Surroundings:
             for label, size_bytes in self._bytes(tensors, seen).items():
                 resident[label] = resident.get(label, 0) + size_bytes
                 present_bytes += size_bytes
+        buckets = bucket_bytes(self.read, self.device, self.allocator.block_bytes)
+        resident |= buckets
+        present_bytes += sum(buckets.values())
         steady_bytes = sum(resident.values())
         name, step, first = max(
             (
@@ -318,8 +321,7 @@ class Surroundings:
             key=lambda item: item[1],
             default=("", 0, 0),
         )
-        # Buffers to communicate come and go between the graphs, and none is left when an optimizer
-        # steps.
+        # FSDP2's buffers come and go between the graphs, and none is left when an optimizer steps.
         resident |= communication_bytes(self.read, self.device, self.allocator.block_bytes)
         return Beside(
             resident,

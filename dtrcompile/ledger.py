@@ -184,7 +184,8 @@ class Ledger:
             graph.compile_first(self.first_assignment(more_follow, graph))
         except InfeasibleBudgetError as refusal:
             handed_on = NOTHING_HANDED_ON
-            returns_much = graph.returned_bytes >= _MUCH_RETURNED * (refusal.minimum_bytes or 0)
+            least_bytes = _MUCH_RETURNED * (refusal.minimum_bytes or 0)
+            returns_much = graph.returned.size_bytes >= max(least_bytes, 1)
             if more_follow or returns_much:
                 # Other graphs take what it returns, or it is as in ``loss_of(model(x))``.
                 handed_on = ALL_HANDED_ON
@@ -194,6 +195,9 @@ class Ledger:
                 raise self.advised(refusal) from None
             # Whether it is as assumed is seen when its backward begins.
             assignment = replace(self.first_assignment(more_follow, graph), handed_on=handed_on)
+            if returns_much and not more_follow:
+                rest = replace(assignment.rest, between_bytes=graph.returned.after_bytes)
+                assignment = replace(assignment, rest=rest)
             try:
                 graph.compile_first(assignment)
             except InfeasibleBudgetError as last:

@@ -25,6 +25,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -341,14 +342,27 @@ def _backward_calls() -> Iterator[tuple[FrameType, list[Any]]]:
                 yield frame, [n for n in nodes if n is not None]
 
 
-def bytes_outside(node: Any) -> int | None:
-    """About what operators hold that ran between compiled graphs and the loss.
+@dataclass(frozen=True, slots=True)
+class LossBytes:
+    """About what is held between compiled graphs and the loss.
 
-    By the rules of eager PyTorch: an operator that saves something for backward keeps its result,
-    and the largest of them runs beside that, with what it reads and makes.
+    Attributes:
+        peak_bytes: the most, by the rules of eager PyTorch: an operator that saves something for
+            backward keeps its result, and the largest of them runs beside that, with what it reads
+            and makes.
+        held_bytes: as long as backward runs: the loss and its gradient, which the caller and
+            autograd hold.
+    """
+
+    peak_bytes: int = 0
+    held_bytes: int = 0
+
+
+def loss_bytes(node: Any) -> LossBytes | None:
+    """What ran between a graph whose backward begins and the loss.
 
     Args:
-        node: of a graph whose backward begins.
+        node: the graph's autograd node.
 
     Returns:
         None where that cannot be told.
@@ -358,7 +372,8 @@ def bytes_outside(node: Any) -> int | None:
         if outside is not None:
             kept_bytes = sum(_output_bytes(n) for n in outside if _saves(n))
             running_bytes = [_output_bytes(n) + _input_bytes(n) for n in outside]
-            return kept_bytes + max(running_bytes, default=0)
+            held_bytes = sum(2 * _output_bytes(n) for n in roots if n in outside)
+            return LossBytes(kept_bytes + max(running_bytes, default=0) + held_bytes, held_bytes)
     return None
 
 

@@ -47,6 +47,9 @@ class CompileReport:
         lowering_s: seconds spent on looking at the compiler's schedule for the plan.
         outside_bytes: what is there beside this graph: other graphs of the step, and ``beside``;
             the budget is the whole step's, the peaks are this graph's.
+        step_peak_bytes: the most that the graphs of the step and what is beside them hold while
+            this graph runs or waits for its backward: the promised peak with what the others hold
+            at each moment, gradients of later graphs included.
         beside: what no graph holds: state of optimizers, present and to come, master weights,
             averages, kept gradients -> bytes.
         optimizer_step_bytes: the most that is there inside of ``optimizer.step()``; 0 where no
@@ -77,6 +80,7 @@ class CompileReport:
     planning_s: float = 0.0
     lowering_s: float = 0.0
     outside_bytes: int = 0
+    step_peak_bytes: int = 0
     beside: Mapping[str, int] = field(default_factory=dict)
     optimizer_step_bytes: int = 0
     first_optimizer_step_bytes: int = 0
@@ -89,6 +93,7 @@ class CompileReport:
     def step_bytes(self) -> int:
         """The most that is there in a step of this graph, beside it and in ``optimizer.step()``."""
         return max(
+            self.step_peak_bytes,
             self.promised_peak_bytes + max(self.outside_bytes, sum(self.beside.values())),
             self.optimizer_step_bytes,
         )
@@ -130,6 +135,7 @@ class CompileReport:
         of_graphs = self.outside_bytes - sum(self.beside.values())
         if of_graphs > 0:
             rows.append(("other graphs hold", format_bytes(of_graphs)))
+            rows.append(("peak of the step", format_bytes(self.step_bytes)))
         if self.beside:
             rows.append(("beside the graphs", format_bytes(sum(self.beside.values()))))
             rows += [(f"  {name}", format_bytes(size)) for name, size in self.beside.items()]

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +52,28 @@ _SERIALS = itertools.count()
 Compile = Callable[[Assignment], Code]
 
 
+@dataclass(frozen=True)
+class Returned:
+    """What a graph returns to a caller who may give it up before backward.
+
+    Attributes:
+        size_bytes: 0 where nothing can be given up.
+        has_loss: a loss is among it, so that nothing is likely to be computed from the rest.
+    """
+
+    size_bytes: int = 0
+    has_loss: bool = False
+
+    @property
+    def after_bytes(self) -> int:
+        """About what a loss outside holds above it, until that can be seen.
+
+        One operator on it that keeps its result (the logarithms of probabilities), whose backward
+        reads one gradient and makes another; what was returned itself is gone by then.
+        """
+        return 0 if self.has_loss else 2 * self.size_bytes
+
+
 class SharedGraph:
     """The callable that Dynamo runs: a compiled graph that can be compiled again."""
 
@@ -66,15 +88,15 @@ class SharedGraph:
         step_peak: StepPeak,
         parameters: Iterable[nn.Parameter],
         received: Sequence[int] = (),
-        returned_bytes: int = 0,
+        returned: Returned,
     ) -> None:
         """
         Args:
             received: bytes of the inputs that were computed from what needs gradients.
-            returned_bytes: of the outputs that may be given up before backward.
+            returned: the outputs that may be given up before backward.
         """
         self.received = received
-        self.returned_bytes = returned_bytes
+        self.returned = returned
         self.ledger = ledger
         self.graph = graph
         self.serial = next(_SERIALS)

@@ -16,8 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.options import Options
+from dtrcompile.outside import LossBytes
 from dtrcompile.passes.allocators import EXACT, Allocator
-from dtrcompile.passes.capture import NOTHING_HANDED_ON, HandedOn
+from dtrcompile.passes.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.pipeline import as_it_is
 from dtrcompile.passes.planners import make_planner, minimum_plan
@@ -59,10 +60,11 @@ class Call:
         storages, addresses: of what it returned; None for what is no tensor.
         has_gradient: of what it returned, whether autograd made it a part of its graph.
         live_outputs: indices of what was still held when its backward began.
-        after_bytes: what operators between it and the loss hold above what it returned and nobody
-            held any more; None where that is not known.
+        loss: what is held between it and the loss, above what it returned and nobody held any more;
+            None where that is not known.
         holders: of the gradients that its backward was given.
-        are_tangents_gone: nobody held them when its backward was done.
+        held_tangent_bytes: of these gradients, what somebody held when its backward was done; None
+            before that.
         is_unused: its backward has not run; None where that is not known.
         outliving: of `inputs`, those that were still there when the next step began.
     """
@@ -79,9 +81,9 @@ class Call:
     addresses: Sequence[int] = ()
     has_gradient: Sequence[bool] = ()
     live_outputs: frozenset[int] | None = None
-    after_bytes: int | None = None
+    loss: LossBytes | None = None
     holders: tuple[int, ...] = ()
-    are_tangents_gone: bool = False
+    held_tangent_bytes: int | None = None
     is_unused: bool | None = None
     outliving: dict[int, int] = field(default_factory=dict)
 
@@ -150,11 +152,11 @@ class Call:
         addresses = {self.addresses[i] for i in gone} - taken
         return sum(size for address, size in self.outputs.items() if address in addresses)
 
-    def see_backward(self, holders: tuple[int, ...], node: Any, outside_bytes: int | None) -> None:
+    def see_backward(self, holders: tuple[int, ...], node: Any, loss: LossBytes | None) -> None:
         """The backward of ``node`` begins; what the graph itself saved is not held by others.
 
         Args:
-            outside_bytes: what operators between graphs and the loss hold.
+            loss: what is held between graphs and the loss.
         """
         counts = {
             i: storage_use_count(s.cdata)
@@ -174,9 +176,10 @@ class Call:
             if not self.has_gradient[i] or n > own[storages[i]] + PYTHONS_HOLD
         )
         self.holders = holders
-        if outside_bytes is not None:
-            # One that the operators read and nobody else holds is gone when they are done.
-            self.after_bytes = max(0, outside_bytes - self.gone_bytes(set()))
+        if loss is not None:
+            # What the operators read and nobody else holds is gone when they are done.
+            gone_bytes = self.gone_bytes(set())
+            self.loss = replace(loss, peak_bytes=max(0, loss.peak_bytes - gone_bytes))
 
     @property
     def handed_on(self) -> HandedOn:
@@ -184,7 +187,15 @@ class Call:
         if self.live_outputs is None:
             return NOTHING_HANDED_ON
         returned = {i for i, s in enumerate(self.storages) if s is not None}
-        return HandedOn(frozenset(returned - self.live_outputs), self.are_tangents_gone)
+        return HandedOn(frozenset(returned - self.live_outputs), self.held_tangent_bytes == 0)
+
+    @property
+    def kept_tangent_bytes(self) -> int:
+        """Of the gradients that its backward was given, what is held beyond that.
+
+        Before PyTorch 2.13 autograd holds all of them until backward returns, and no longer.
+        """
+        return (self.held_tangent_bytes or 0) if ALL_HANDED_ON.tangents else 0
 
     @property
     def is_done(self) -> bool:
@@ -205,8 +216,8 @@ class Form:
         sequence: the graph of each planned call, in order.
         external_bytes: constants of all graphs, as in `rest_of`, and what lies beside them.
         gradient_bytes: of each call, gradients that its backward is the first to make.
-        result_bytes: of each call, outputs that stay with the caller.
-        after_bytes: what operators between the last graph and the loss hold.
+        result_bytes: of each call, outputs and tangents that stay with the caller.
+        loss: what is held between the last graph and the loss.
         around_bytes: constants of all graphs, and results.
     """
 
@@ -228,7 +239,11 @@ class Form:
         self.external_bytes = constant_bytes + beside.resident_bytes
         self.gradient_bytes = _gradient_bytes(calls)
         self.result_bytes = _result_bytes(calls)
-        self.after_bytes = max((c.after_bytes or 0 for c in calls), default=0)
+        losses = [c.loss for c in calls if c.loss is not None]
+        self.loss = LossBytes(
+            max((loss.peak_bytes for loss in losses), default=0),
+            max((loss.held_bytes for loss in losses), default=0),
+        )
         self.around_bytes = constant_bytes + sum(self.result_bytes)
 
     def in_order(self, held: Sequence[GraphBytes]) -> list[GraphBytes]:
@@ -249,7 +264,7 @@ class Form:
             else h
             for k, h in enumerate(own)
         ]
-        return [*entries, GraphBytes(0, self.after_bytes, 0, 0, 0)]
+        return [*entries, GraphBytes(0, self.loss.peak_bytes, 0, 0, self.loss.held_bytes)]
 
     def peak(self, held: Sequence[GraphBytes]) -> int:
         """The most that a step of this form holds."""
@@ -607,6 +622,8 @@ class Step:
         )
         if peak > budget_bytes:
             raise InfeasibleBudgetError(budget_bytes)
+        # A graph that runs several times was given all the room that its own calls may take.
+        self.keep_all(budget_bytes)
 
 
 def planned_of(graph: SharedGraph) -> Planned:
@@ -667,18 +684,20 @@ def _handed_on(calls: Sequence[Call]) -> list[HandedOn]:
     taken = {address for call in calls for address in call.inputs}
     return [
         c.handed_on
-        if c.after_bytes is not None or any(a in taken for a in c.outputs)
+        if c.loss is not None or any(a in taken for a in c.outputs)
         else NOTHING_HANDED_ON
         for c in calls
     ]
 
 
 def _result_bytes(calls: Sequence[Call]) -> list[int]:
-    """For each planned call, what it returns that no call takes: the caller may keep it."""
+    """For each planned call, what it returns that no call takes, and what its backward is given
+    that somebody holds on to, such as the gradient of the loss: the caller may keep it."""
     taken = {address for call in calls for address in call.inputs}
     return [
         sum(size for address, size in call.outputs.items() if address not in taken)
         - call.gone_bytes(taken)
+        + call.kept_tangent_bytes
         for call in calls
         if call.graph.planned is not None
     ]

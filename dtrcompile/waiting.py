@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtrcompile.outside import bytes_outside
+from dtrcompile.outside import loss_bytes
 from dtrcompile.passes.errors import ChangedInputError
 from dtrcompile.passes.torch_private import FakeTensor, keeps_graph, storage_use_count
 
@@ -189,12 +189,12 @@ class Waiting:
 def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
     """Stands in for the method ``name`` of a waiting call's node."""
     node, graph, call = waiting.node(), waiting.graph(), waiting.call
-    tangents: list[StorageWeakRef] = []
+    tangents: list[tuple[StorageWeakRef, int]] = []
     if call is not None:
         call.is_unused = False
         if graph is not None:
             graph.ledger.collect_garbage()
-        call.see_backward(_holders(gradients), node, bytes_outside(node))
+        call.see_backward(_holders(gradients), node, loss_bytes(node))
         tangents = _storages(gradients)
     if graph is not None:
         graph.ledger.before_backward(graph, waiting)
@@ -202,7 +202,7 @@ def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
         node = waiting.compute_again()
     result = getattr(type(node), name)(node, *gradients)
     if call is not None:
-        call.are_tangents_gone = all(t.expired() for t in tangents)
+        call.held_tangent_bytes = sum(n for storage, n in tangents if not storage.expired())
     if not keeps_graph():
         waiting.arguments = None
     return result
@@ -222,8 +222,10 @@ def _tensors(gradients: Sequence[Any]) -> Iterator[torch.Tensor]:
     return (g for g in boxed if isinstance(g, torch.Tensor) and g.layout is torch.strided)
 
 
-def _storages(gradients: Sequence[Any]) -> list[StorageWeakRef]:
-    return [StorageWeakRef(g.untyped_storage()) for g in _tensors(gradients)]
+def _storages(gradients: Sequence[Any]) -> list[tuple[StorageWeakRef, int]]:
+    """Each storage once, and its bytes."""
+    storages = {g.untyped_storage()._cdata: g.untyped_storage() for g in _tensors(gradients)}
+    return [(StorageWeakRef(s), s.nbytes()) for s in storages.values()]
 
 
 def _holders(gradients: Sequence[Any]) -> tuple[int, ...]:

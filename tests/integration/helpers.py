@@ -109,7 +109,9 @@ def check_reports(budget: object) -> None:
         assert sum(report.promised_split.values()) == report.promised_peak_bytes, str(report)
         assert report.overhead >= 1.0, str(report)
         needed = report.baseline_peak_bytes + report.outside_bytes
-        ample = needed <= (report.budget_bytes or 0)
+        # What is compiled before it is known what follows saves little, whatever room there is.
+        is_provisional = any("more graphs follow" in note for note in report.notes)
+        ample = needed <= (report.budget_bytes or 0) and not is_provisional
         if ample or budget == UNBUDGETED:
             assert not report.recomputed, str(report)
             assert report.overhead == 1.0, str(report)

@@ -1,4 +1,7 @@
-"""What FSDP2 holds to communicate: no graph holds it, and it is there while graphs run.
+"""What data parallelism holds to communicate: no graph holds it, and it is there while graphs run.
+
+``DistributedDataParallel`` copies gradients into buckets that together are as large as all of them,
+and keeps the buckets (torch/csrc/distributed/c10d/reducer.cpp, ``initialize_buckets``).
 
 ``fully_shard`` gathers the parameters of one group (a block, as a rule) through a buffer of the
 group's size, and copies its gradients into another, which it keeps until the next group's are sent
@@ -14,7 +17,10 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+BUCKETS = "DistributedDataParallel's buckets"
 GATHERED = "FSDP's buffer for gathered parameters"
 REDUCED = "FSDP's buffer for gradients to reduce"
 
@@ -22,10 +28,34 @@ REDUCED = "FSDP's buffer for gradients to reduce"
 _MODULE, _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup"
 
 
+def bucket_bytes(
+    read: Container[int], device: torch.device, block_bytes: Callable[[int], int]
+) -> dict[str, int]:
+    """The buckets of every `DistributedDataParallel` whose parameters are read.
+
+    Arguments and result as for `communication_bytes`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    total_bytes = 0
+    for parallel in gc.get_objects():
+        if type(parallel) is not nn.parallel.DistributedDataParallel:
+            continue
+        ignored = parallel.parameters_to_ignore
+        sent = {
+            id(p): p
+            for name, p in parallel.module.named_parameters()
+            if p.requires_grad and name not in ignored and p.device.type == device.type
+        }
+        if any(i in read for i in sent):
+            total_bytes += block_bytes(sum(p.numel() * p.element_size() for p in sent.values()))
+    return {BUCKETS: total_bytes} if total_bytes else {}
+
+
 def communication_bytes(
     read: Container[int], device: torch.device, block_bytes: Callable[[int], int]
 ) -> dict[str, int]:
-    """What the largest group whose parameters are read takes to communicate.
+    """What the largest group of FSDP2 whose parameters are read takes to communicate.
 
     Args:
         read: ``id`` of the parameters that graphs read, which are whole ones.
