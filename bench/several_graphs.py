@@ -224,12 +224,12 @@ def gpt2(compile_: Compile, width: int, batch: int) -> Form:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     small = batch == QUICK_BATCH
-    length = 64 if small else 256
+    length, vocabulary = (64, 500) if small else (256, 8000)
     config = GPT2Config(
         n_layer=4,
         n_embd=width if small else 256,
         n_head=4,
-        vocab_size=8000,
+        vocab_size=vocabulary,
         n_positions=length,
         bos_token_id=0,
         eos_token_id=0,
@@ -237,7 +237,7 @@ def gpt2(compile_: Compile, width: int, batch: int) -> Form:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    module, tokens = GPT2LMHeadModel(config).train(), torch.randint(8000, (8, length))
+    module, tokens = GPT2LMHeadModel(config).train(), torch.randint(vocabulary, (8, length))
     compiled: Any = compile_(module)
     return Form(module, [tokens], lambda: compiled(input_ids=tokens, labels=tokens).loss)
 

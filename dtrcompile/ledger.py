@@ -63,9 +63,8 @@ _SHARE_OF_ONE = (
 _RECORDED_STEPS = 4
 # Forms of a step that graphs are planned for.
 _MOST_FORMS = 4
-# Where a graph is refused that returns this part of the smallest budget that it can be run in, it
-# is tried whether that budget is smaller without what it returns.
-_MUCH_RETURNED = 0.02
+# At most: the loss and its gradient, which are held while backward runs.
+_SCALAR_BYTES = 16
 # Times that a step is looked at because calls came that were not foreseen.
 _MOST_SURPRISES = 4
 
@@ -180,28 +179,45 @@ class Ledger:
             if any(c.is_done for c in self.calls) and not self.anything_waits():
                 self.end_step()
             self.drop_evaluations()
-        try:
-            graph.compile_first(self.first_assignment(more_follow, graph))
-        except InfeasibleBudgetError as refusal:
-            handed_on = NOTHING_HANDED_ON
-            least_bytes = _MUCH_RETURNED * (refusal.minimum_bytes or 0)
-            returns_much = graph.returned.size_bytes >= max(least_bytes, 1)
-            if more_follow or returns_much:
-                # Other graphs take what it returns, or it is as in ``loss_of(model(x))``.
-                handed_on = ALL_HANDED_ON
-            if self.let_go():
-                log.info(_LET_GO)
-            elif handed_on == NOTHING_HANDED_ON:
-                raise self.advised(refusal) from None
-            # Whether it is as assumed is seen when its backward begins.
+        refusal = self.refusal_of(graph, self.first_assignment(more_follow, graph))
+        if refusal is None:
+            return
+        has_room = self.let_go()
+        if has_room:
+            log.info(_LET_GO)
+        if has_room or more_follow:
+            # Other graphs take what it returns: whether they do is seen when its backward begins.
+            handed_on = ALL_HANDED_ON if more_follow else NOTHING_HANDED_ON
             assignment = replace(self.first_assignment(more_follow, graph), handed_on=handed_on)
-            if returns_much and not more_follow:
-                rest = replace(assignment.rest, between_bytes=graph.returned.after_bytes)
-                assignment = replace(assignment, rest=rest)
-            try:
-                graph.compile_first(assignment)
-            except InfeasibleBudgetError as last:
-                raise self.advised(last) from refusal
+            refusal = self.refusal_of(graph, assignment)
+        least_bytes = 0 if refusal is None else refusal.minimum_bytes or 0
+        if refusal is not None and not more_follow and graph.returned.is_much(least_bytes):
+            refusal = self.refusal_of(graph, self.assignment_of_dropping(graph))
+        if refusal is not None:
+            raise self.advised(refusal)
+
+    def refusal_of(
+        self, graph: SharedGraph, assignment: Assignment
+    ) -> InfeasibleBudgetError | None:
+        """Compile a new graph; why that cannot be, if it cannot."""
+        try:
+            graph.compile_first(assignment)
+        except InfeasibleBudgetError as refusal:
+            return refusal
+        return None
+
+    def assignment_of_dropping(self, graph: SharedGraph) -> Assignment:
+        """For a new graph whose caller gives up what it returns, as in ``loss_of(model(x))``.
+
+        Whether the caller does is seen when its backward begins.
+        """
+        assignment = self.first_assignment(False, graph)
+        rest = replace(
+            assignment.rest,
+            between_bytes=graph.returned.after_bytes,
+            gradient_bytes=_SCALAR_BYTES,
+        )
+        return replace(assignment, rest=rest, handed_on=ALL_HANDED_ON)
 
     def advised(self, refusal: InfeasibleBudgetError) -> InfeasibleBudgetError:
         """For a graph that may be one of several."""
@@ -539,7 +555,7 @@ class Ledger:
         if call is None or call.live_outputs is None:
             return
         more_bytes = call.bytes_of(planned.given_up & call.live_outputs)
-        if assignment.handed_on.tangents and call.holders > assignment.holders:
+        if holds_tangents(call, assignment):
             more_bytes += planned.program.tangent_bytes
         if not more_bytes:
             return
@@ -579,7 +595,7 @@ class Ledger:
         needed_bytes = outside_bytes + planned.chosen.backward_peak_bytes
         if waiting.call is not None and waiting.call.live_outputs is not None:
             needed_bytes += waiting.call.bytes_of(planned.given_up & waiting.call.live_outputs)
-            if planned.captured.handed_on.tangents and not are_unheld(waiting.call.holders):
+            if holds_tangents(waiting.call, planned.assignment):
                 needed_bytes += planned.program.tangent_bytes
         if not waiting.is_let_go:
             if needed_bytes <= budget_bytes:
@@ -651,6 +667,15 @@ class Ledger:
         held_bytes = external_bytes(self.calls, self.related_calls()) + kept_bytes
         held_bytes += graph.assignment.beside.resident_bytes
         return max(0, held_bytes - graph.planned.chosen.constant_bytes) + sum(made.values())
+
+
+def holds_tangents(call: Call, assignment: Assignment) -> bool:
+    """Whether somebody seems to hold gradients that a plan takes to be given up."""
+    if not assignment.handed_on.tangents:
+        return False
+    if assignment.holders:  # of the step that was looked at
+        return call.holders > assignment.holders
+    return not assignment.more_follow and not are_unheld(call.holders)
 
 
 def _related(others: Sequence[Call], calls: Sequence[Call]) -> list[Call]:

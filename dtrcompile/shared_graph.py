@@ -48,6 +48,8 @@ _DYNAMO_GOES_ON = (
     TensorifyScalarRestartAnalysis,
 )
 _SERIALS = itertools.count()
+# What is returned is much if it is this part of the smallest peak.
+_MUCH_RETURNED = 0.02
 
 Compile = Callable[[Assignment], Code]
 
@@ -72,6 +74,10 @@ class Returned:
         reads one gradient and makes another; what was returned itself is gone by then.
         """
         return 0 if self.has_loss else 2 * self.size_bytes
+
+    def is_much(self, peak_bytes: int) -> bool:
+        """Whether a graph of that peak may be smaller by much if it is given up."""
+        return self.size_bytes > _MUCH_RETURNED * peak_bytes
 
 
 class SharedGraph:

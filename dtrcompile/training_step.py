@@ -37,7 +37,7 @@ from dtrcompile.passes.sharing import (
 from dtrcompile.passes.torch_private import FakeTensor, storage_use_count
 from dtrcompile.planned import Assignment, Planned
 from dtrcompile.shared_graph import SharedGraph
-from dtrcompile.waiting import PYTHONS_HOLD, saved_tensors, waits
+from dtrcompile.waiting import PYTHONS_HOLD, are_unheld, saved_tensors, waits
 
 log = logging.getLogger("dtrcompile")
 
@@ -187,7 +187,8 @@ class Call:
         if self.live_outputs is None:
             return NOTHING_HANDED_ON
         returned = {i for i, s in enumerate(self.storages) if s is not None}
-        return HandedOn(frozenset(returned - self.live_outputs), self.held_tangent_bytes == 0)
+        are_given = self.held_tangent_bytes == 0 and are_unheld(self.holders)
+        return HandedOn(frozenset(returned - self.live_outputs), are_given)
 
     @property
     def kept_tangent_bytes(self) -> int:
