@@ -213,14 +213,18 @@ class Seen:
     lookup_s: float
 
 
-def unbudgeted_bytes(model: Model, module: nn.Module, calls: int, compiler: str) -> int:
-    """What the largest of the calls holds without a budget."""
+def largest_of(model: Model, calls: int) -> tuple[int, int]:
+    """The sizes of the largest call."""
+    return max(sizes_of(model, calls), key=lambda size: model.inputs(*size)[0].numel())
+
+
+def unbudgeted_bytes(model: Model, module: nn.Module, size: tuple[int, int], compiler: str) -> int:
+    """What a call of these sizes holds without a budget."""
     torch._dynamo.reset()
     dtrcompile.clear_reports()
-    batch, length = max(sizes_of(model, calls), key=lambda size: model.inputs(*size)[0].numel())
     options = {"budget": "100%", "compiler": compiler}
     compiled = torch.compile(copy.deepcopy(module), backend=dtr, dynamic=False, options=options)
-    compiled(*model.inputs(batch, length)).backward()
+    compiled(*model.inputs(*size)).backward()
     return dtrcompile.reports()[-1].baseline_peak_bytes
 
 
@@ -304,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = MODELS[name]
         torch.manual_seed(SEED)
         module = model.make()
-        whole_bytes = unbudgeted_bytes(model, module, calls, compiler)
+        whole_bytes = unbudgeted_bytes(model, module, largest_of(model, calls), compiler)
         budget_bytes = whole_bytes * model.share // 100
         seen = run(model, module, calls, mode, {"budget": budget_bytes, "compiler": compiler})
         what = f"{name}, {compiler}, {mode}"

@@ -212,7 +212,7 @@ class _Emitter:
         members: frozenset[fx.Node],
         step_local: dict[fx.Node, fx.Node],
     ) -> fx.Node:
-        def argument(n: fx.Node) -> fx.Node:
+        def argument(n: fx.Node) -> Any:
             return self._value(g, n, members, step_local)
 
         args = fx.map_arg(node.args, argument)
@@ -241,8 +241,9 @@ class _Emitter:
         n: fx.Node,
         members: frozenset[fx.Node] = frozenset(),
         step_local: dict[fx.Node, fx.Node] | None = None,
-    ) -> fx.Node:
-        """The node in ``g`` that holds the value of original node ``n`` now."""
+    ) -> Any:
+        """The node in ``g`` that holds the value of original node ``n`` now, or a number that is
+        settled."""
         n = self.captured.resolve(n)
         if step_local and n in step_local:
             return step_local[n]
@@ -271,6 +272,9 @@ class _Emitter:
             if step_local is not None:
                 step_local[n] = copy
             return copy
+        number = _settled(n)
+        if number is not None:
+            return number
         raise CaptureError(f"{n.name!r} is used at step {self.step} but was not emitted")
 
     def _attribute(self, g: _Graph, n: fx.Node) -> str:
@@ -402,7 +406,7 @@ class _Emitter:
             elif n.op == "placeholder":
                 if n.graph is captured.forward.graph:
                     needed.setdefault(n)
-            elif n.op == "call_function":
+            elif n.op == "call_function" and _settled(n) is None:
                 kind = role(n)
                 is_number = kind is Role.SCALAR or (kind is Role.KERNEL and not is_tensor(n))
                 if is_number and n.graph is captured.forward.graph and not is_sequence(n):
@@ -418,8 +422,8 @@ class _Emitter:
         # Backward's own scalars, first, as they are emitted whatever the plan says.
         for node in _calls(captured.backward.graph):
             if role(node) is Role.SCALAR:
-                for n in node.all_input_nodes:
-                    if not is_tensor(captured.resolve(n)) and not is_sequence(captured.resolve(n)):
+                for n in map(captured.resolve, node.all_input_nodes):
+                    if not is_tensor(n) and not is_sequence(n):
                         need(n)
         resident = set(forward.owned)
         for _, step in steps:
@@ -504,6 +508,16 @@ def _describe_outputs(
         )
         descriptions.append(kind(i))
     out.meta["desc"] = descriptions
+
+
+def _settled(n: fx.Node) -> int | float | None:
+    """A number that is known while graphs are made, such as a size that a guard has fixed."""
+    if n.op != "call_function" or role(n) is not Role.SCALAR:
+        return None
+    val = value(n)
+    if isinstance(val, torch.SymInt) and val.node.expr.is_Integer:
+        return int(val.node.expr)
+    return val if isinstance(val, (int, float)) else None
 
 
 def _drop_dead(graph: fx.Graph) -> None:

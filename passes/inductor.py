@@ -417,7 +417,24 @@ def _restrided(expected: Any, received: object) -> Any:
         return expected
     mode = expected.fake_mode if isinstance(expected, FakeTensor) else contextlib.nullcontext()
     with mode:
-        return expected.as_strided(expected.shape, received.stride())
+        return expected.as_strided(expected.shape, strides_like(expected.shape, received.stride()))
+
+
+def strides_like(shape: Sequence[Any], strides: Sequence[int]) -> list[Any]:
+    """Strides for a shape of symbols that lay its dimensions out as numbers do at the hints.
+
+    A number among the strides of symbolic sizes would have PyTorch settle the sizes when it asks
+    for the tensor's layout.  Where the numbers leave gaps or overlap, they are returned.
+    """
+    symbolic: list[Any] = list(strides)
+    numel: Any = 1
+    for i in sorted(range(len(shape)), key=lambda i: (strides[i], hint(shape[i]))):
+        if hint(shape[i]) != 1 and strides[i] != hint(numel):
+            return list(strides)
+        if strides[i] == hint(numel):
+            symbolic[i] = numel
+        numel = numel * shape[i]
+    return symbolic
 
 
 def _donated(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> list[int]:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import dtrcompile
+from bench import dynamic_shapes
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.executor import clear_executor_log, executor_log
-from tests.integration.helpers import compile_dtr, executor_checked
+from dtrcompile.passes.inductor import strides_like
+from tests.integration.helpers import compile_dtr, executor_checked, relative_error
 
 
 class Blocks(nn.Module):
@@ -218,3 +220,54 @@ def test_a_share_is_one_of_the_largest_step_seen() -> None:
     assert peaks[200] <= 0.6 * unbudgeted[200]
     # What holds less than that without a budget needs no recomputation.
     assert peaks[50] <= unbudgeted[50] <= 0.6 * unbudgeted[200]
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_images_of_any_size_under_inductor() -> None:
+    """What forward saves is channels-last, which Inductor decides when it is lowered."""
+    model = dynamic_shapes.MODELS["unet"]
+    module = model.make()
+    plain = copy.deepcopy(module)
+    sizes = [(2, 8), (6, 20), (4, 12)]
+    whole = dynamic_shapes.unbudgeted_bytes(model, module, sizes[1], "inductor")
+    torch._dynamo.reset()
+    compiled = compile_dtr(module, whole * 3 // 4, compiler="inductor", dynamic=True)
+    for size in sizes:
+        inputs = model.inputs(*size)
+        for m in (plain, module):
+            m.zero_grad(set_to_none=True)
+        held = dynamic_shapes.held_bytes(module, compiled, inputs, "inductor")
+        assert held <= whole * 3 // 4
+        plain(*inputs).backward()
+        wanted, found = ({n: p.grad for n, p in m.named_parameters()} for m in (plain, module))
+        assert relative_error(found, wanted) <= 1e-5
+    assert any(report.recomputed for report in dtrcompile.reports())
+
+
+def test_strides_of_symbols_follow_those_of_numbers() -> None:
+    seen: list[tuple[list[object], tuple[int, ...]]] = []
+
+    def backend(gm: torch.fx.GraphModule, _inputs: object) -> Any:
+        (x,) = [
+            v
+            for n in gm.graph.find_nodes(op="placeholder")
+            if isinstance(v := n.meta["example_value"], torch.Tensor)
+        ]
+        count = len(x.fake_mode.shape_env.guards)
+        for numbers in ((3 * 5 * 7, 1, 3 * 7, 3), (3 * 5 * 7, 5 * 7, 7, 1), (200, 1, 21, 3)):
+            seen.append((strides_like(x.shape, numbers), tuple(x.shape)))
+        assert len(x.fake_mode.shape_env.guards) == count
+        return gm.forward
+
+    x = torch.randn(2, 3, 5, 7)
+    torch._dynamo.mark_dynamic(x, 2)
+    torch._dynamo.mark_dynamic(x, 3)
+    torch.compile(lambda x: x + 1, backend=backend)(x)
+    (last, shape), (first, _), (gaps, _) = seen
+    height, width = shape[2:]
+    assert [str(s) for s in last] == [str(s) for s in (3 * height * width, 1, 3 * width, 3)]
+    assert [str(s) for s in first] == [
+        str(s) for s in (3 * height * width, height * width, width, 1)
+    ]
+    assert gaps == [200, 1, 21, 3]
