@@ -1,4 +1,4 @@
-"""DistributedDataParallel, whose buckets are set aside.
+"""DistributedDataParallel, whose buckets come off the budget.
 
 torchrun --nproc-per-node 2 docs/examples/ddp.py
 """
@@ -31,10 +31,8 @@ def main() -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     torch.manual_seed(0)
     model = Net()
-    bucket_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
-    # The buckets that gradients are sent in are as large as the gradients.
-    options = {"budget": "8MiB", "reserve": bucket_bytes, "optimizer": optimizer}
+    options = {"budget": "8MiB", "optimizer": optimizer}
     ddp = nn.parallel.DistributedDataParallel(model)
     compiled = torch.compile(ddp, backend="dtr", options=options)
     for _ in range(4):
