@@ -329,17 +329,24 @@ def _tell_of_loss(outside: Mapping[str, int], peak_bytes: int, where: str, calle
     )
 
 
-def _backward_calls() -> Iterator[tuple[FrameType, list[Any]]]:
+def _backward_calls() -> list[tuple[FrameType, list[Any]]]:
     """The calls of autograd's engine that run now, and the nodes that each starts from.
 
     Backward on a device other than the CPU runs in a thread of its own.
     """
-    for top in sys._current_frames().values():
-        for frame in _frames(top):
-            if frame.f_code.co_name == "_engine_run_backward":
-                outputs = frame.f_locals.get("t_outputs", ())
-                nodes = [o.grad_fn if isinstance(o, torch.Tensor) else o.node for o in outputs]
-                yield frame, [n for n in nodes if n is not None]
+    found = []
+    # No variable may still refer to this function's own frame when it returns: the cycle would hold
+    # the gradients that the frames below refer to.
+    frames = list(sys._current_frames().values())
+    while frames:
+        frame = frames.pop(0)
+        if frame.f_code.co_name == "_engine_run_backward":
+            outputs = frame.f_locals.get("t_outputs", ())
+            nodes = [o.grad_fn if isinstance(o, torch.Tensor) else o.node for o in outputs]
+            found.append((frame, [n for n in nodes if n is not None]))
+        if frame.f_back is not None:
+            frames.insert(0, frame.f_back)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

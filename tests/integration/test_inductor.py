@@ -444,7 +444,9 @@ def test_both_branches_of_a_condition_count() -> None:
         w.grad = None
         peaks.append(live_peak_bytes(step) + static_bytes(module, x, w))
     (report,) = dtrcompile.reports()
-    assert peaks[0] < peaks[1] <= report.promised_peak_bytes
+    # Beside the graph: the loss, which is outside of it, and its gradient.
+    assert report.step_bytes <= report.promised_peak_bytes + 8
+    assert peaks[0] < peaks[1] <= report.step_bytes
 
 
 @torch.library.custom_op("dtrcompile_tests::halve_", mutates_args=("x",))
