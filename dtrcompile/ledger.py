@@ -40,6 +40,8 @@ from dtrcompile.beside import (
 from dtrcompile.options import BudgetKind, Options
 from dtrcompile.passes.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.pipeline import as_it_is
+from dtrcompile.passes.replay import replay
 from dtrcompile.passes.sharing import Rest
 from dtrcompile.planned import Assignment, Planned, is_small
 from dtrcompile.shared_graph import SharedGraph
@@ -583,8 +585,12 @@ class Ledger:
         budget_bytes = planned.assignment.budget_bytes
         if budget_bytes is None or self.options.budget.kind is not BudgetKind.SHARE:
             return budget_bytes
-        held = planned.handing_on(NOTHING_HANDED_ON).baseline_peak_bytes
-        more_bytes = self.options.budget.resolve(held - planned.baseline_peak_bytes)
+        programs = (
+            planned.captured.handing_on(NOTHING_HANDED_ON).program,
+            planned.captured.program,
+        )
+        held_bytes, given_bytes = (replay(p, as_it_is(p))[1].peak_bytes for p in programs)
+        more_bytes = self.options.budget.resolve(held_bytes - given_bytes)
         return budget_bytes + max(0, more_bytes or 0)
 
     def fit_backward(

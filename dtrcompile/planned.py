@@ -22,7 +22,7 @@ from dtrcompile.passes.capture import (
 )
 from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.nodes import value
-from dtrcompile.passes.pipeline import Outcome, Terms, placeholders
+from dtrcompile.passes.pipeline import Outcome, Terms, holding, placeholders
 from dtrcompile.passes.plan import Boundary, Free, Plan
 from dtrcompile.passes.program import Program, StorageKind
 from dtrcompile.passes.replay import PlanStats, replay
@@ -175,7 +175,7 @@ class Planned:
             measured=measured,
             baseline=baseline.graph_bytes(program.constant_bytes, gradient_bytes),
             chosen=measured.graph_bytes(program.constant_bytes, gradient_bytes),
-            plan=tighten(program, replace(self.plan, program=program.fingerprint)),
+            plan=tighten(program, holding(program, self.plan)),
         )
 
     @property

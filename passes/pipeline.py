@@ -23,7 +23,7 @@ from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.layouts import give_room
 from dtrcompile.passes.measured import Measured, SizeModel
 from dtrcompile.passes.peak_formula import StepFormulas
-from dtrcompile.passes.plan import Plan, refuse_copies
+from dtrcompile.passes.plan import Boundary, Free, Plan, Step, refuse_copies
 from dtrcompile.passes.plan_formula import plan_moments
 from dtrcompile.passes.planners import minimum_plan
 from dtrcompile.passes.planners.base import Planner, keep_all
@@ -155,7 +155,7 @@ class PlanSizeModel(SizeModel):
 
     def of(self, captured: Captured) -> Measured:
         program = captured.program
-        plan = tighten(program, replace(self.plan, program=program.fingerprint))
+        plan = tighten(program, holding(program, self.plan))
         model = PlanSizeModel(captured, plan)
         return replace(_as_planned(replay(program, plan)[1]), by_sizes=model)
 
@@ -652,6 +652,20 @@ def as_it_is(program: Program) -> Plan:
     """The default split's plan: what is handed on is freed at its last use."""
     plan = keep_all(program)
     return tighten(program, plan) if program.handed_on else plan
+
+
+def holding(program: Program, plan: Plan) -> Plan:
+    """A plan of the same graphs that may give up more, where this program's caller holds it."""
+    steps: list[Step] = []
+    is_after = False
+    for step in plan.steps:
+        is_after |= isinstance(step, Boundary)
+        if is_after and isinstance(step, Free) and step.storage not in program.handed_on:
+            storage = program.storages[step.storage]
+            if storage.is_constant or step.storage in program.held_from_boundary:
+                continue
+        steps.append(step)
+    return Plan(tuple(steps), program.fingerprint, plan.planner)
 
 
 def constant_bytes(captured: Captured) -> dict[StorageKind, int]:
