@@ -82,16 +82,11 @@ def communication_bytes(
         if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
             size_bytes = sum(_numel(p) * _gathered_dtype(p).itemsize for p in params)
             found[GATHERED] = max(found.get(GATHERED, 0), block_bytes(size_bytes))
+        trained = [p for p in params if p.sharded_param.requires_grad]
         size_bytes = sum(
-            _numel(p) * (p.reduce_dtype or _gathered_dtype(p)).itemsize
-            for p in params
-            if p.sharded_param.requires_grad
+            _numel(p) * (p.reduce_dtype or _gathered_dtype(p)).itemsize for p in trained
         )
-        copied_bytes = sum(
-            block_bytes(_numel(p) * _gathered_dtype(p).itemsize)
-            for p in params
-            if p.sharded_param.requires_grad
-        )
+        copied_bytes = sum(block_bytes(_numel(p) * _gathered_dtype(p).itemsize) for p in trained)
         found[COPIED] = max(found.get(COPIED, 0), copied_bytes)
         # Newer releases of PyTorch may keep more than one.
         count = getattr(group.comm_ctx, "reduce_scatter_max_input_buffers", 1)

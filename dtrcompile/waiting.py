@@ -25,7 +25,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtrcompile.outside import loss_bytes
 from dtrcompile.passes.errors import ChangedInputError
-from dtrcompile.passes.torch_private import FakeTensor, keeps_graph, storage_use_count
+from dtrcompile.passes.torch_private import (
+    FakeTensor,
+    keeps_graph,
+    storage_use_count,
+    tensor_use_count,
+)
 
 if TYPE_CHECKING:
     from dtrcompile.planned import Planned
@@ -194,7 +199,9 @@ def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
         call.is_unused = False
         if graph is not None:
             graph.ledger.collect_garbage()
-        call.see_backward(_holders(gradients), node, loss_bytes(node))
+        # What the loss holds is asked of steps that are looked at, not of every step.
+        is_recorded = graph is not None and graph.ledger.is_recording
+        call.see_backward(_holders(gradients), node, loss_bytes(node) if is_recorded else None)
         tangents = _storages(gradients)
     if graph is not None:
         graph.ledger.before_backward(graph, waiting)
@@ -231,7 +238,7 @@ def _storages(gradients: Sequence[Any]) -> list[tuple[StorageWeakRef, int]]:
 def _holders(gradients: Sequence[Any]) -> tuple[int, ...]:
     """How many hold each gradient and its storage: to be compared with another call's."""
     return tuple(
-        sys.getrefcount(g) + g._use_count() + storage_use_count(g.untyped_storage()._cdata)
+        sys.getrefcount(g) + tensor_use_count(g) + storage_use_count(g.untyped_storage()._cdata)
         for g in _tensors(gradients)
     )
 

@@ -123,3 +123,9 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
 from torch._C import _storage_Use_Count as storage_use_count
 from torch.utils.checkpoint import CheckpointPolicy
+
+
+def tensor_use_count(tensor: torch.Tensor) -> int:
+    """How many in C++ hold a tensor; 0 where the release of PyTorch does not tell."""
+    use_count = getattr(tensor, "_use_count", None)
+    return 0 if use_count is None else int(use_count())
