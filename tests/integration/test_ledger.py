@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import socket
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -452,19 +454,26 @@ class Adversaries:
         return {n: p.detach() for n, p in self.modules.named_parameters()}
 
 
+@contextmanager
+def _noting_let_go() -> Iterator[list[bool]]:
+    """Whether each call that was asked to give up what it saved did."""
+    answers: list[bool] = []
+    original = waiting.Waiting.let_go
+
+    def let_go(call: waiting.Waiting) -> bool:
+        answers.append(original(call))
+        return answers[-1]
+
+    with mock.patch.object(waiting.Waiting, "let_go", let_go):
+        yield answers
+
+
 def test_a_graph_that_finds_no_room_has_earlier_ones_compute_again() -> None:
     """Nothing says beforehand that more than one graph is in a step, which takes two forms."""
     expected = Adversaries().train(lambda m: compile_dtr(m, 10**9, compiler="eager"), 4)
     dtrcompile.clear_reports()
     torch._dynamo.reset()
-    calls = []
-
-    def let_go(call: Any) -> bool:
-        calls.append(original(call))
-        return bool(calls[-1])
-
-    original = waiting.Waiting.let_go
-    with mock.patch.object(waiting.Waiting, "let_go", let_go):
+    with _noting_let_go() as calls:
         found = Adversaries().train(lambda m: compile_dtr(m, 2_400_000, compiler="eager"), 4)
     assert any(calls)
     # The masks of a dropout that is computed again are those of the first time.
@@ -798,14 +807,7 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
     budget = dtrcompile.reports()[-1].baseline_peak_bytes * 70 // 100
     torch._dynamo.reset()
     compiled = compile_dtr(module, budget, compiler="eager")
-    let_go = []
-
-    def noted(call: Any) -> bool:
-        let_go.append(original(call))
-        return bool(let_go[-1])
-
-    original = waiting.Waiting.let_go
-    with mock.patch.object(waiting.Waiting, "let_go", noted):
+    with _noting_let_go() as let_go:
         for is_held in (False, False, True, True, True):
             for m in (module, reference):
                 m.zero_grad(set_to_none=True)
