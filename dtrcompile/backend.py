@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from dtrcompile.beside import Beside
-from dtrcompile.ledger import Ledger, ledger_of, more_graphs_follow
+from dtrcompile.ledger import Ledger, forget_steps, ledger_of, more_graphs_follow
 from dtrcompile.options import Options, defaults_used, forget_defaults_used
 from dtrcompile.outside import forget, graph_break, listen
 from dtrcompile.passes.allocators import EXACT, allocator_of
@@ -184,6 +184,7 @@ def _reset() -> None:
     """``torch._dynamo.reset`` was called: all will be compiled again."""
     forget()
     forget_defaults_used()
+    forget_steps()
 
 
 dtr.reset = _reset  # type: ignore[attr-defined]

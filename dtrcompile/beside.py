@@ -166,6 +166,12 @@ class KeptGradients:
         """The parameters among the inputs of a call."""
         return [args[i] for i, _ in self.inputs or ()]
 
+    @property
+    def are_gone(self) -> bool:
+        """Whether the parameters that it was called with do not exist any more: so the model does
+        not, and nobody will call the graph again, though Dynamo keeps it."""
+        return bool(self.inputs) and not self.parameters()
+
     def parameters(self) -> list[torch.Tensor]:
         """All that it was called with, as far as they exist."""
         self.seen = {key: refs for key, refs in self.seen.items() if refs[0]() is not None}

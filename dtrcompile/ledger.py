@@ -338,43 +338,51 @@ class Ledger:
             self.is_partial = False
             return
         self.observing = False
-        for call in calls:
-            call.see_next_step()
         form = _KnownForm(calls)
         self.forms = [f for f in self.forms if f.is_alive and f.signature != form.signature]
         self.forms = [*self.forms, form][-_MOST_FORMS:]
+        is_abandoned = any(c.graph.kept.are_gone for c in calls)
+        if not is_abandoned and not self.step_of(form).is_known_well_enough():
+            self.compile_step(form)
         forms = self.forms_with(form)
-        try:
-            kept_bytes = max((c.graph.kept_bytes for c in calls), default=0)
-            beside = self.surroundings.current.with_kept(kept_bytes)
-            others = [c for f in self.forms if f not in forms for c in f.calls]
-            step = Step([f.calls for f in forms], self.options, beside, _related(others, calls))
-            if not step.is_known_well_enough():
-                self.compile_step(step)
-        except InfeasibleBudgetError as refusal:
-            # Not raised here: the caller may belong to another model.
-            for call in calls:
-                call.graph.refusal = refusal
-        for graph in {c.graph for c in calls}:
+        for graph in {c.graph for c in form.calls}:
             graph.foreseen.clear()
         for f in forms:
             for call in f.calls:
                 call.graph.foreseen.append(call.before)
 
-    def compile_step(self, step: Step) -> None:
-        """Plan and compile the graphs of a step for what was seen of it.
+    def step_of(self, form: _KnownForm) -> Step:
+        """A step of this form, with the other forms that its graphs run in."""
+        calls, forms = form.calls, self.forms_with(form)
+        kept_bytes = max((c.graph.kept_bytes for c in calls), default=0)
+        beside = self.surroundings.current.with_kept(kept_bytes)
+        others = [c for f in self.forms if f not in forms for c in f.calls]
+        return Step([f.calls for f in forms], self.options, beside, _related(others, calls))
 
-        Raises:
-            InfeasibleBudgetError: if it does not fit.
-        """
+    def compile_step(self, form: _KnownForm) -> None:
+        """Plan and compile the graphs of a step for what was seen of it; refuse them if it does
+        not fit."""
+        step = self.step_of(form)
         is_settled = step.is_settled
         try:
             step.compile()
-        except InfeasibleBudgetError:
-            if not is_settled:
-                raise
-            # The graph holds its budget; it is what runs outside of it that has no room.
-            log.debug("no plan has room for what runs between the graph and the loss")
+        except InfeasibleBudgetError as refusal:
+            if is_settled:
+                # The graph holds its budget; it is what runs outside of it that has no room.
+                log.debug("no plan has room for what runs between the graph and the loss")
+                return
+            # Not raised here: the caller may belong to another model.
+            for call in form.calls:
+                call.graph.refusal = refusal
+
+    def forget_steps(self) -> None:
+        """All graphs will be compiled anew: those of the steps so far are not run again."""
+        with self.lock:
+            self.calls.clear()
+            self.forms.clear()
+            self.together.clear()
+            self.observing = self.is_partial = False
+            self.recorded_steps = self.surprises = 0
 
     def forms_with(self, form: _KnownForm) -> list[_KnownForm]:
         """The known forms that have a graph in common with ``form``, which is among them."""
@@ -691,13 +699,15 @@ def _related(others: Sequence[Call], calls: Sequence[Call]) -> list[Call]:
 
 
 class _KnownForm:
-    """The calls of a step, without keeping its graphs alive.
+    """The calls of a step that is over, without keeping its graphs alive.
 
     Attributes:
         signature: equal for steps of the same form.
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            call.see_next_step()
         self._calls = [(weakref.ref(c.graph), replace(c, graph=None)) for c in calls]  # type: ignore[arg-type]
         self.signature = tuple((c.graph.serial, c.awaits_backward) for c in calls)
 
@@ -725,6 +735,14 @@ def ledger_of(options: Options) -> Ledger:
         if ledger is None:
             ledger = _LEDGERS[key] = Ledger(options)
         return ledger
+
+
+def forget_steps() -> None:
+    """``torch._dynamo.reset`` was called."""
+    with _LOCK:
+        ledgers = list(_LEDGERS.values())
+    for ledger in ledgers:
+        ledger.forget_steps()
 
 
 def more_graphs_follow(gm: fx.GraphModule) -> bool:

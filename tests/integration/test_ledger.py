@@ -821,3 +821,18 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
             assert dtrcompile.reports()[-1].promised_peak_bytes <= budget
             result = None
     assert any(let_go)
+
+
+@pytest.mark.parametrize("gone", ["reset", "deleted"])
+def test_a_step_of_a_model_that_is_gone_is_not_planned_again(gone: str) -> None:
+    """Its caller had given up what it returned, so it would have been planned for that."""
+    model = Broken()
+    compile_dtr(model)(torch.randn(BATCH, WIDTH)).backward()
+    if gone == "reset":
+        torch._dynamo.reset()
+    else:
+        del model
+    dtrcompile.clear_reports()
+
+    compile_dtr(layers(2, WIDTH))(torch.randn(BATCH, WIDTH)).sum().backward()
+    assert len(dtrcompile.reports()) == 1, [str(r) for r in dtrcompile.reports()]
