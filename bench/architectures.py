@@ -58,7 +58,7 @@ from bench.measure import (
 from dtrcompile.backend import dtr
 from dtrcompile.demo.memory import static_bytes, trace_step
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.executor import clear_executor_log, executor_log
+from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 
 BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS = 16, 16, 29, 16, 2, 2
 PIXELS, SAMPLES, CLASSES = 32, 480, 3
@@ -708,9 +708,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--names", help="comma-separated; all by default")
-    parser.add_argument("--budgets", help=f"comma-separated, by default {','.join(BUDGETS)}")
+    budgets = ",".join(BUDGETS).replace("%", "%%")
+    parser.add_argument("--budgets", help=f"comma-separated, by default {budgets}")
     parser.add_argument("--inductor", action="store_true", help="some of them, under Inductor")
-    parser.add_argument("--quick", action="store_true", help="the smallest alone, at 50 %")
+    parser.add_argument("--quick", action="store_true", help="the smallest alone, at 50 %%")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--rows", type=Path, help="only print what is in this file")
     arguments = parser.parse_args(argv)

@@ -52,7 +52,7 @@ from bench.models import MODELS
 from dtrcompile.backend import dtr
 from dtrcompile.demo.memory import static_bytes
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.executor import clear_executor_log, executor_log
+from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 
 # Allowed relative error of the gradient under Inductor, from rounding that fusion changes.
 GRADIENT_TOLERANCE = 1e-5

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from dtrcompile.passes.capture import Captured, capture
-from dtrcompile.passes.costs import make_cost_model
+from dtrcompile.passes.device.costs import make_cost_model
+from dtrcompile.passes.graphs.capture import Captured, capture
 from dtrcompile.passes.torch_private import (
     V,
     aot_autograd,

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from bench.measure import format_table, machine, write_json_line
-from dtrcompile.passes.costs import RooflineCostModel, time_ns
+from dtrcompile.passes.device.costs import RooflineCostModel, time_ns
 from dtrcompile.passes.torch_private import select_decomp_table
 
 # The first is what the others are compared with.

@@ -39,7 +39,7 @@ from dtrcompile.backend import dtr
 from dtrcompile.demo.gpt import GPT, GPTSizes
 from dtrcompile.demo.memory import static_bytes, trace_step
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
-from dtrcompile.passes.executor import clear_executor_log, executor_log
+from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 
 SEED = 5
 GIVEN = 3  # the batch that `largest` is shown

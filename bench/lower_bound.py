@@ -17,9 +17,9 @@ import math
 
 import numpy as np
 
-from dtrcompile.passes.index import ProgramIndex
-from dtrcompile.passes.planners.intervals import Intervals
-from dtrcompile.passes.program import Program
+from dtrcompile.passes.planning.planners.intervals import Intervals
+from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.program import Program
 
 
 def lower_bound_overhead(program: Program, budget_bytes: int) -> float:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrcompile.demo.memory import static_bytes, trace_step
-from dtrcompile.passes.costs import device_key
+from dtrcompile.passes.device.costs import device_key
 
 
 class Trainee:

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 from bench.rivals_rows import draw_all, read_rows
 from bench.synthetic import training_chain, transformer, unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.plan import Compute, Free, Plan
-from dtrcompile.passes.planners import keep_all, make_planner
-from dtrcompile.passes.planners.base import Planner
-from dtrcompile.passes.program import Program
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import keep_all, make_planner
+from dtrcompile.passes.planning.planners.base import Planner
+from dtrcompile.passes.program.plan import Compute, Free, Plan
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,11 +26,11 @@ from pathlib import Path
 
 from bench.synthetic import unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.planners import make_planner
-from dtrcompile.passes.planners.base import Planner
-from dtrcompile.passes.planners.treeverse import TreeversePlanner, forward_steps
-from dtrcompile.passes.program import Program
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import make_planner
+from dtrcompile.passes.planning.planners.base import Planner
+from dtrcompile.passes.planning.planners.treeverse import TreeversePlanner, forward_steps
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 
 _LAYERS = (16, 32, 64, 128, 256, 512)
 _ALL_MEMORIES_UP_TO = 64

@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dtrcompile.passes.errors import InfeasibleBudgetError, ProgramTooLargeError
-from dtrcompile.passes.planners import PLANNERS, keep_all, make_planner, minimum_plan
-from dtrcompile.passes.planners.base import Planner
-from dtrcompile.passes.planners.brute_force import BruteForcePlanner
-from dtrcompile.passes.program import Program
-from dtrcompile.passes.program_io import from_checkmate_json, shared_data
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import PLANNERS, keep_all, make_planner, minimum_plan
+from dtrcompile.passes.planning.planners.base import Planner
+from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
+from dtrcompile.passes.program.io import from_checkmate_json, shared_data
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 from tests.property.random_programs import random_program
 
 # The oracle itself, and what bench.planner_milp compares.

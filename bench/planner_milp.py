@@ -34,15 +34,20 @@ import torch
 
 from bench.measure import format_table, machine, say, write_json_line
 from dtrcompile.passes.errors import DTRError, TimeLimitError
-from dtrcompile.passes.plan import Plan
-from dtrcompile.passes.planners import PLANNERS, lower_bound_bytes, make_planner, minimum_plan
-from dtrcompile.passes.planners.checkmate import CheckmatePlanner, Solution
-from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner, lp_bound
-from dtrcompile.passes.planners.checkmate_model import Memory
-from dtrcompile.passes.planners.highs import Status
-from dtrcompile.passes.program import Program
-from dtrcompile.passes.program_io import CheckmateReference, from_checkmate_json, shared_data
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import (
+    PLANNERS,
+    lower_bound_bytes,
+    make_planner,
+    minimum_plan,
+)
+from dtrcompile.passes.planning.planners.checkmate import CheckmatePlanner, Solution
+from dtrcompile.passes.planning.planners.checkmate_lp import CheckmateLPPlanner, lp_bound
+from dtrcompile.passes.planning.planners.checkmate_model import Memory
+from dtrcompile.passes.planning.planners.highs import Status
+from dtrcompile.passes.program.io import CheckmateReference, from_checkmate_json, shared_data
+from dtrcompile.passes.program.plan import Plan
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 
 _OWN_COLUMNS = ("auto", "checkmate", "checkmate-lp", "keep-all")
 _NAMES = {

@@ -25,9 +25,9 @@ import numpy as np
 
 from bench.synthetic import transformer
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.planners import keep_all, make_planner
-from dtrcompile.passes.program import Program
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import keep_all, make_planner
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 
 # 12, 48 and 96 layers are GPT-2 small, XL and twice that; 910 layers are 20,020 operators.
 _LAYERS = (5, 12, 48, 96, 137, 455, 910)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-# Replaced or wrapped while a graph is lowered (fusion, layouts, repairs, schedule).
+# Replaced or wrapped while a graph is lowered (the modules of `passes.inductor`).
 REPLACED = (
     "_inductor/choices.py:InductorChoices.can_fuse_horizontal",
     "_inductor/choices.py:InductorChoices.can_fuse_vertical",

@@ -31,10 +31,10 @@ from pathlib import Path
 
 from bench.planner_quality import SIMRD_NAMES
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.heuristics import HEURISTICS
-from dtrcompile.passes.index import ProgramIndex
-from dtrcompile.passes.program_io import from_simrd_log, shared_data, simrd_releases
-from dtrcompile.passes.simulator import Simulator, SimulatorOptions
+from dtrcompile.passes.planning.heuristics import HEURISTICS
+from dtrcompile.passes.planning.simulator import Simulator, SimulatorOptions
+from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.io import from_simrd_log, shared_data, simrd_releases
 
 _RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 _NEAR = 0.02

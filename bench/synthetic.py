@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
+from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 
 
 @dataclass(slots=True)

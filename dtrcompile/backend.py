@@ -19,27 +19,16 @@ from dtrcompile.beside import Beside
 from dtrcompile.ledger import Ledger, forget_steps, ledger_of, more_graphs_follow
 from dtrcompile.options import Options, defaults_used, forget_defaults_used
 from dtrcompile.outside import forget, graph_break, listen
-from dtrcompile.passes.allocators import EXACT, allocator_of
-from dtrcompile.passes.capture import Captured, capture, output_arguments
-from dtrcompile.passes.costs import make_cost_model
+from dtrcompile.passes.device.allocators import EXACT, allocator_of
+from dtrcompile.passes.device.costs import make_cost_model
+from dtrcompile.passes.device.workspaces import unknown_workspaces
 from dtrcompile.passes.errors import (
     InfeasibleBudgetError,
     OptionError,
     VerificationError,
     format_bytes,
 )
-from dtrcompile.passes.executor import EagerExecutor, Predicted
-from dtrcompile.passes.guards import noting_guards
-from dtrcompile.passes.inductor import (
-    InductorModel,
-    device_of,
-    is_planned,
-    planned_config,
-    schedule_of,
-)
-from dtrcompile.passes.measured import Measured
-from dtrcompile.passes.nodes import hint
-from dtrcompile.passes.pipeline import (
+from dtrcompile.passes.fitting.fit import (
     AMPLE,
     MemoryModel,
     Outcome,
@@ -49,15 +38,28 @@ from dtrcompile.passes.pipeline import (
     fit,
     placeholders,
 )
-from dtrcompile.passes.plan import Boundary
-from dtrcompile.passes.planners import make_planner
-from dtrcompile.passes.program import StorageKind
-from dtrcompile.passes.recurrent import unroll_recurrent
-from dtrcompile.passes.regions import inline_regions
-from dtrcompile.passes.repairs import repaired
-from dtrcompile.passes.replay import replay
-from dtrcompile.passes.schedule import Wrapper, copied_module, remembering_strides
-from dtrcompile.passes.sizes import Sizes, at_sizes
+from dtrcompile.passes.fitting.inductor_model import (
+    InductorModel,
+    device_of,
+    is_planned,
+    planned_config,
+    schedule_of,
+)
+from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.graphs.capture import Captured, capture, output_arguments
+from dtrcompile.passes.graphs.executor import EagerExecutor, Predicted
+from dtrcompile.passes.graphs.recompute_tags import tag_scopes
+from dtrcompile.passes.graphs.recurrent import unroll_recurrent
+from dtrcompile.passes.graphs.regions import inline_regions
+from dtrcompile.passes.inductor.bug_fixes import repaired
+from dtrcompile.passes.inductor.guards import noting_guards
+from dtrcompile.passes.inductor.trace import Wrapper, copied_module, remembering_strides
+from dtrcompile.passes.nodes import hint
+from dtrcompile.passes.planning.planners import make_planner
+from dtrcompile.passes.program.plan import Boundary
+from dtrcompile.passes.program.program import StorageKind
+from dtrcompile.passes.program.replay import replay
+from dtrcompile.passes.program.sizes import Sizes, at_sizes
 from dtrcompile.passes.torch_private import (
     CompiledFxGraph,
     CustomPartitionerFn,
@@ -78,8 +80,6 @@ from dtrcompile.passes.torch_private import (
     select_decomp_table,
     tracing,
 )
-from dtrcompile.passes.wishes import tag_scopes
-from dtrcompile.passes.workspaces import unknown_workspaces
 from dtrcompile.planned import Assignment, Code, Planned, around_bytes
 from dtrcompile.probe import ProbedPlan, is_probing
 from dtrcompile.report import CompileReport, add_report, next_graph_index

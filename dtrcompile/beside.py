@@ -30,9 +30,8 @@ from torch.optim.optimizer import (
 
 from dtrcompile.communication import bucket_bytes, communication_bytes
 from dtrcompile.options import Options
-from dtrcompile.passes.allocators import EXACT, allocator_of
-from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.optimizer_step import (
+from dtrcompile.passes.device.allocators import EXACT, allocator_of
+from dtrcompile.passes.device.optimizer_step import (
     StepBytes,
     innermost,
     local,
@@ -40,6 +39,7 @@ from dtrcompile.passes.optimizer_step import (
     step_bytes,
     storage_bytes,
 )
+from dtrcompile.passes.errors import InfeasibleBudgetError
 
 KEPT = "gradients kept from an earlier backward"
 _NONE_FOUND = (

@@ -16,9 +16,9 @@ from dtrcompile.options import Budget, Options
 from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, OptionError, format_bytes
 
 if TYPE_CHECKING:
-    from dtrcompile.passes.host_link import HostLink
-    from dtrcompile.passes.plan import Plan
-    from dtrcompile.passes.program import Program
+    from dtrcompile.passes.program.host_link import HostLink
+    from dtrcompile.passes.program.plan import Plan
+    from dtrcompile.passes.program.program import Program
 
 _HOST_LINK = "bandwidth to the host in 10⁹ bytes/s, each way, for planner offload (not emitted)"
 
@@ -144,9 +144,9 @@ def _demo(parsed: argparse.Namespace) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> None:
-    from dtrcompile.passes.planners import infeasible, make_planner, minimum_plan
-    from dtrcompile.passes.planners.base import keep_all
-    from dtrcompile.passes.replay import replay
+    from dtrcompile.passes.planning.planners import infeasible, make_planner, minimum_plan
+    from dtrcompile.passes.planning.planners.base import keep_all
+    from dtrcompile.passes.program.replay import replay
 
     options = {
         "budget": parsed.budget,
@@ -182,8 +182,8 @@ def _plan(parsed: argparse.Namespace) -> None:
 
 
 def _replay(parsed: argparse.Namespace) -> None:
-    from dtrcompile.passes.plan import Plan
-    from dtrcompile.passes.replay import replay
+    from dtrcompile.passes.program.plan import Plan
+    from dtrcompile.passes.program.replay import replay
 
     program = _read_program(parsed.program)
     plan = Plan.from_text(_read_text(parsed.plan))
@@ -197,7 +197,7 @@ def _replay(parsed: argparse.Namespace) -> None:
 
 
 def _host_link(parsed: argparse.Namespace) -> HostLink | None:
-    from dtrcompile.passes.host_link import HostLink
+    from dtrcompile.passes.program.host_link import HostLink
 
     # 10⁹ bytes/s is a byte a ns.
     return None if parsed.host_link is None else HostLink(parsed.host_link)
@@ -211,14 +211,14 @@ def _read_text(path: Path) -> str:
 
 
 def _read_program(path: Path) -> Program:
-    from dtrcompile.passes.program_io import from_json
+    from dtrcompile.passes.program.io import from_json
 
     return from_json(_read_text(path))
 
 
 def _print_stats(program: Program, plan: Plan, link: HostLink | None, *, file: TextIO) -> None:
-    from dtrcompile.passes.planners.base import keep_all
-    from dtrcompile.passes.replay import replay
+    from dtrcompile.passes.planning.planners.base import keep_all
+    from dtrcompile.passes.program.replay import replay
 
     _, baseline = replay(program, keep_all(program))
     _, stats = replay(program, plan, link)

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.planners import keep_all
-from dtrcompile.passes.planners.base import Planner
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import keep_all
+from dtrcompile.passes.planning.planners.base import Planner
+from dtrcompile.passes.program.replay import replay
 from dtrcompile.planned import Code, Planned
 from dtrcompile.symbols import Symbols
 

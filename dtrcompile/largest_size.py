@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dtrcompile.options import Budget, Options
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, format_bytes
-from dtrcompile.passes.pipeline import Outcome
-from dtrcompile.passes.sizes import Sizes
+from dtrcompile.passes.fitting.fit import Outcome
+from dtrcompile.passes.program.sizes import Sizes
 from dtrcompile.probe import planned_outcome
 
 log = logging.getLogger("dtrcompile")
@@ -212,10 +212,18 @@ class _Search:
         if by_sizes is None or len(symbols) != 1 or budget_bytes is None:
             return self.size
         (symbol,) = symbols
-        low, high = 1, self.most
+
+        def is_within(size: int) -> bool:
+            return by_sizes.at(Sizes.of({symbol: size})).peak_bytes <= budget_bytes
+
+        # From below: what library calls hold inside is measured at each size that is looked at, on
+        # tensors of that size.
+        low, high = 1, self.size
+        while high < self.most and is_within(high):
+            low, high = high, min(2 * high, self.most)
         while low < high:
             middle = (low + high + 1) // 2
-            if by_sizes.at(Sizes.of({symbol: middle})).peak_bytes <= budget_bytes:
+            if is_within(middle):
                 low = middle
             else:
                 high = middle - 1

@@ -38,11 +38,11 @@ from dtrcompile.beside import (
     before_steps,
 )
 from dtrcompile.options import BudgetKind, Options
-from dtrcompile.passes.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
-from dtrcompile.passes.pipeline import as_it_is
-from dtrcompile.passes.replay import replay
-from dtrcompile.passes.sharing import Rest
+from dtrcompile.passes.fitting.fit import as_it_is
+from dtrcompile.passes.fitting.sharing import Rest
+from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
+from dtrcompile.passes.program.replay import replay
 from dtrcompile.planned import Assignment, Planned, is_small
 from dtrcompile.shared_graph import SharedGraph
 from dtrcompile.step_check import StepCheck

@@ -316,9 +316,9 @@ class Options:
             optimizers of the model's parameters, which are looked for.
         optimizer: optimizers, and averages of the weights: what they hold is counted, and the
             budget is one for the whole step, ``optimizer.step()`` included.
-        planner: a name in `dtrcompile.passes.planners.PLANNERS`, or ``"auto"``.
-        heuristic: a name in `dtrcompile.passes.heuristics.HEURISTICS`; None lets the planner
-            choose.
+        planner: a name in `dtrcompile.passes.planning.planners.PLANNERS`, or ``"auto"``.
+        heuristic: a name in `dtrcompile.passes.planning.heuristics.HEURISTICS`; None lets the
+            planner choose.
         planning_s: about how many seconds planner ``"auto"`` may take for one plan, of which a
             compilation makes up to half a dozen; it stands for a fixed amount of work, so that the
             plan does not depend on the machine.  None: under one for a thousand operators, at
@@ -653,13 +653,13 @@ def _parse_seconds(value: object, what: str) -> float:
 
 
 def _planner_names() -> set[str]:
-    from dtrcompile.passes.planners import PLANNERS
+    from dtrcompile.passes.planning.planners import PLANNERS
 
     return {"auto", *PLANNERS}
 
 
 def _heuristic_names() -> set[str]:
-    from dtrcompile.passes.heuristics import HEURISTICS
+    from dtrcompile.passes.planning.heuristics import HEURISTICS
 
     return set(HEURISTICS)
 

@@ -13,22 +13,22 @@ import torch
 from torch import fx
 
 from dtrcompile.beside import NOTHING_BESIDE, Beside
-from dtrcompile.passes.allocators import Allocator
-from dtrcompile.passes.capture import (
+from dtrcompile.passes.device.allocators import Allocator
+from dtrcompile.passes.fitting.fit import Outcome, Terms, holding, placeholders
+from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.fitting.sharing import GraphBytes, Rest, without_rest
+from dtrcompile.passes.graphs.capture import (
     NOTHING_HANDED_ON,
     Captured,
     HandedOn,
     output_arguments,
 )
-from dtrcompile.passes.measured import Measured
 from dtrcompile.passes.nodes import value
-from dtrcompile.passes.pipeline import Outcome, Terms, holding, placeholders
-from dtrcompile.passes.plan import Boundary, Free, Plan
-from dtrcompile.passes.program import Program, StorageKind
-from dtrcompile.passes.replay import PlanStats, replay
-from dtrcompile.passes.sharing import GraphBytes, Rest, without_rest
-from dtrcompile.passes.sizes import Sizes, at_sizes
-from dtrcompile.passes.tighten import tighten
+from dtrcompile.passes.program.plan import Boundary, Free, Plan
+from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.program.replay import PlanStats, replay
+from dtrcompile.passes.program.sizes import Sizes, at_sizes
+from dtrcompile.passes.program.tighten import tighten
 
 # A graph that others follow keeps its default split in the first step if that takes no more than
 # this part of what is left, so that an ample budget costs no second compile.

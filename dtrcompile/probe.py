@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtrcompile.options import Options
 from dtrcompile.passes.errors import CaptureError, wrapped_error
-from dtrcompile.passes.pipeline import Outcome
+from dtrcompile.passes.fitting.fit import Outcome
 
 
 class ProbedPlan(BaseException):

@@ -55,7 +55,7 @@ def recompute(function: Callable[..., Any] | None = None) -> Any:
     """
     from torch.fx.traceback import annotate
 
-    from dtrcompile.passes.wishes import SCOPE
+    from dtrcompile.passes.graphs.recompute_tags import SCOPE
 
     if function is None:
         return annotate({SCOPE: _fresh_scope()})

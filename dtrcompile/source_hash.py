@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,9 +13,21 @@ def package_hash() -> str:
     """Hex digest over every Python file of the package, names and contents."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
-    # `passes` is a link in a checkout, a folder in an installation; rglob does not follow links.
-    for folder in (root, root / "passes", root / "passes" / "planners"):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0")
-            digest.update(path.read_bytes() + b"\0")
+    for path in python_files(root):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def python_files(root: Path) -> list[Path]:
+    """Every Python file below ``root``, in one order on every machine.
+
+    ``passes`` is a link in a checkout and a folder in an installation; ``Path.rglob`` follows no
+    links.
+    """
+    return sorted(
+        Path(folder, name)
+        for folder, _, names in os.walk(root, followlinks=True)
+        for name in names
+        if name.endswith(".py")
+    )

@@ -10,8 +10,8 @@ import sympy
 import torch
 from torch import fx
 
-from dtrcompile.passes.pipeline import placeholders
-from dtrcompile.passes.sizes import Sizes
+from dtrcompile.passes.fitting.fit import placeholders
+from dtrcompile.passes.program.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.options import Options
 from dtrcompile.outside import LossBytes
-from dtrcompile.passes.allocators import EXACT, Allocator
-from dtrcompile.passes.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
+from dtrcompile.passes.device.allocators import EXACT, Allocator
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
-from dtrcompile.passes.pipeline import as_it_is
-from dtrcompile.passes.planners import make_planner, minimum_plan
-from dtrcompile.passes.planners.base import Planner
-from dtrcompile.passes.replay import replay
-from dtrcompile.passes.sharing import (
+from dtrcompile.passes.fitting.fit import as_it_is
+from dtrcompile.passes.fitting.sharing import (
     Demand,
     GraphBytes,
     Rest,
@@ -34,6 +30,10 @@ from dtrcompile.passes.sharing import (
     step_peak_bytes,
     with_rest,
 )
+from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
+from dtrcompile.passes.planning.planners import make_planner, minimum_plan
+from dtrcompile.passes.planning.planners.base import Planner
+from dtrcompile.passes.program.replay import replay
 from dtrcompile.passes.torch_private import FakeTensor, storage_use_count
 from dtrcompile.planned import Assignment, Planned
 from dtrcompile.shared_graph import SharedGraph

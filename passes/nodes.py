@@ -15,7 +15,7 @@ from torch import fx
 
 from dtrcompile.passes.declared import declaration
 from dtrcompile.passes.errors import CaptureError
-from dtrcompile.passes.sizes import present_sizes
+from dtrcompile.passes.program.sizes import present_sizes
 from dtrcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten

@@ -12,9 +12,9 @@ import pytest
 
 from bench.planner_chains import optimum_cost
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.planners import keep_all, lower_bound_bytes, make_planner
-from dtrcompile.passes.program_io import from_checkmate_json, from_simrd_log, shared_data
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import keep_all, lower_bound_bytes, make_planner
+from dtrcompile.passes.program.io import from_checkmate_json, from_simrd_log, shared_data
+from dtrcompile.passes.program.replay import replay
 
 DATA = shared_data()
 pytestmark = pytest.mark.skipif(

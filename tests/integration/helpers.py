@@ -55,7 +55,7 @@ def compile_dtr(
 @contextmanager
 def executor_checked() -> Iterator[None]:
     """Checks that every byte which the eager executor counts inside was predicted."""
-    from dtrcompile.passes.executor import clear_executor_log, executor_log
+    from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 
     clear_executor_log()
     yield

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import dtrcompile
-from dtrcompile.passes import declared, workspaces
+from dtrcompile.passes import declared
+from dtrcompile.passes.device import workspaces
+from dtrcompile.passes.device.workspaces import workspace_bytes
 from dtrcompile.passes.errors import OptionError
-from dtrcompile.passes.workspaces import workspace_bytes
 from tests.integration.helpers import (
     Compile,
     Observed,

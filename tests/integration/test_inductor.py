@@ -27,13 +27,14 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import dtrcompile
 from dtrcompile import backend
-from dtrcompile.passes import inductor, layouts
-from dtrcompile.passes.allocators import Allocator
-from dtrcompile.passes.capture import Captured
+from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
-from dtrcompile.passes.inductor import InductorModel
-from dtrcompile.passes.measured import Measured
-from dtrcompile.passes.schedule import Resident
+from dtrcompile.passes.fitting import inductor_model
+from dtrcompile.passes.fitting.inductor_model import InductorModel
+from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.graphs.capture import Captured
+from dtrcompile.passes.inductor import layouts
+from dtrcompile.passes.inductor.trace import Resident
 from tests.integration.helpers import (
     Observed,
     assert_bitwise,
@@ -685,14 +686,14 @@ def test_cuda_graphs_copy_inputs(cuda_graphs: bool, monkeypatch: pytest.MonkeyPa
     """They read from fixed addresses; parameters stay where they are."""
     module, x = nn.Linear(16, 4), torch.randn(8, 16)
     found: list[Resident] = []
-    resident_bytes = inductor.resident_bytes
+    resident_bytes = inductor_model.resident_bytes
 
     def as_on_cuda(captured: Captured) -> Resident:
-        with mock.patch.object(inductor, "device_of", lambda _: torch.device("cuda")):
+        with mock.patch.object(inductor_model, "device_of", lambda _: torch.device("cuda")):
             found.append(resident_bytes(captured))
         return resident_bytes(captured)
 
-    monkeypatch.setattr(inductor, "resident_bytes", as_on_cuda)
+    monkeypatch.setattr(inductor_model, "resident_bytes", as_on_cuda)
     options = {"triton.cudagraphs": cuda_graphs}
     compiled = compile_dtr(module, 1.0, compiler="inductor", inductor=options)
     compiled(x).sum().backward()

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 import dtrcompile
 from dtrcompile.demo.gpt import GPT, GPTSizes
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
-from dtrcompile.passes.executor import clear_executor_log, executor_log
+from dtrcompile.passes.fitting.fit import PlanSizeModel
+from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
+from dtrcompile.passes.program.sizes import Sizes
 from tests.integration.helpers import compile_dtr, unwrap
 
 
@@ -80,6 +83,22 @@ def test_the_longest_sequence() -> None:
     assert 8 < found.size < 400
     longer = torch.randint(64, (2, found.size + 1))
     assert not _trains(model, (longer, longer), 300_000)
+
+
+def test_sizes_far_above_the_answer_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a library call holds inside is measured on tensors of the size that is asked about: a
+    million times the given batch took all of the machine's memory."""
+    asked: list[int] = []
+    peak_at = PlanSizeModel.at
+
+    def at(self: PlanSizeModel, sizes: Sizes) -> Measured:
+        asked.extend(sizes.by_symbol.values())
+        return peak_at(self, sizes)
+
+    monkeypatch.setattr(PlanSizeModel, "at", at)
+    model, inputs_of = _perceptron()
+    found = dtrcompile.largest(model, *inputs_of(3), budget=150_000, compiler="eager")
+    assert max(asked) <= 4 * found.size
 
 
 def test_a_budget_that_nothing_fits() -> None:

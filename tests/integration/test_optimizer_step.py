@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from dtrcompile.passes.allocators import EXACT
+from dtrcompile.passes.device.allocators import EXACT
+from dtrcompile.passes.device.optimizer_step import StepBytes, state_tensors, step_bytes
 from dtrcompile.passes.errors import UnknownOptimizerError
-from dtrcompile.passes.optimizer_step import StepBytes, state_tensors, step_bytes
 from tests.integration.helpers import live_peak_bytes
 
 CPU = torch.device("cpu")

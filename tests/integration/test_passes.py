@@ -11,32 +11,32 @@ import torch
 from torch import fx, nn
 
 from bench.captured import captured_of
-from dtrcompile.passes import emit as emit_module
-from dtrcompile.passes import pipeline
-from dtrcompile.passes.allocators import Allocator
-from dtrcompile.passes.capture import Captured
-from dtrcompile.passes.emit import Emitted, emit, free
+from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.errors import (
     InfeasibleBudgetError,
     UnsupportedPlanError,
     VerificationError,
 )
-from dtrcompile.passes.fusion import keep_plan_order
-from dtrcompile.passes.host_link import HostLink
-from dtrcompile.passes.inductor import _static_in_backward
-from dtrcompile.passes.measured import Measured
+from dtrcompile.passes.fitting import fit as fit_module
+from dtrcompile.passes.fitting.fit import MemoryModel, RefereeModel, Terms, fit
+from dtrcompile.passes.fitting.inductor_model import _static_in_backward
+from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.fitting.residuals import with_residuals
+from dtrcompile.passes.graphs import emit as emit_module
+from dtrcompile.passes.graphs.capture import Captured
+from dtrcompile.passes.graphs.emit import Emitted, emit, free
+from dtrcompile.passes.graphs.verify import verify_emitted
+from dtrcompile.passes.inductor.plan_order import keep_plan_order
+from dtrcompile.passes.inductor.trace import Ledger, Wrapper, count_accumulation, run_wrapper
 from dtrcompile.passes.nodes import aten, draws_random_numbers, why_not_recomputable
-from dtrcompile.passes.pipeline import MemoryModel, RefereeModel, Terms, fit
-from dtrcompile.passes.plan import Offload, Plan
-from dtrcompile.passes.planners import make_planner, minimum_plan
-from dtrcompile.passes.planners.base import keep_all
-from dtrcompile.passes.program import StorageKind
-from dtrcompile.passes.replay import PlanStats, replay
-from dtrcompile.passes.residuals import with_residuals
-from dtrcompile.passes.schedule import Ledger, Wrapper, count_accumulation, run_wrapper
-from dtrcompile.passes.tighten import tighten
+from dtrcompile.passes.planning.planners import make_planner, minimum_plan
+from dtrcompile.passes.planning.planners.base import keep_all
+from dtrcompile.passes.program.host_link import HostLink
+from dtrcompile.passes.program.plan import Offload, Plan
+from dtrcompile.passes.program.program import StorageKind
+from dtrcompile.passes.program.replay import PlanStats, replay
+from dtrcompile.passes.program.tighten import tighten
 from dtrcompile.passes.torch_private import AllocateLine, FakeTensorMode
-from dtrcompile.passes.verify import verify_emitted
 from tests.integration.helpers import RELEASE
 from tests.integration.scenarios import WIDTH, Block
 
@@ -562,7 +562,7 @@ def test_what_the_schedule_holds_at_an_operator_is_learned(
         model.plan = plan
         return emit(captured, plan)
 
-    monkeypatch.setattr(pipeline, "emit", emit_and_tell)
+    monkeypatch.setattr(fit_module, "emit", emit_and_tell)
     outcome = fit(captured, make_planner("auto"), lambda _: Terms(budget_bytes), model)
     assert outcome.chosen is not None
     assert outcome.measured.peak_bytes <= budget_bytes
@@ -611,7 +611,7 @@ def test_what_is_written_over_is_not_counted_twice(
         model.plan = plan
         return emit(captured, plan)
 
-    monkeypatch.setattr(pipeline, "emit", emit_and_tell)
+    monkeypatch.setattr(fit_module, "emit", emit_and_tell)
     outcome = fit(captured, make_planner("auto"), lambda _: Terms(None), model)
     counted_bytes = replay(program, smallest(captured)[0])[0].peak_bytes
     if is_true:

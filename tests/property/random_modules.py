@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
-from dtrcompile.passes.executor import executor_log
+from dtrcompile.passes.graphs.executor import executor_log
 from tests.integration.helpers import (
     UNBUDGETED,
     Compile,

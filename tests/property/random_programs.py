@@ -11,23 +11,23 @@ from dataclasses import replace
 from itertools import product
 
 from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError, ProgramTooLargeError
-from dtrcompile.passes.heuristics import HEURISTICS, Neighborhood
-from dtrcompile.passes.hoist import hoist
-from dtrcompile.passes.host_link import HostLink
-from dtrcompile.passes.index import ProgramIndex
-from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step
-from dtrcompile.passes.planners import PLANNERS, keep_all, lower_bound_bytes, make_planner
-from dtrcompile.passes.planners.base import Planner
-from dtrcompile.passes.planners.brute_force import BruteForcePlanner
-from dtrcompile.passes.planners.checkmate import CheckmatePlanner
-from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner
-from dtrcompile.passes.planners.cover import least_cost_ns
-from dtrcompile.passes.planners.improve import BOUNDARY, keep_what_fits, schedule_of
-from dtrcompile.passes.planners.intervals import Intervals
-from dtrcompile.passes.planners.offload import OffloadPlanner
-from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
-from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
-from dtrcompile.passes.simulator import Deallocation, SimulatorOptions, simulate
+from dtrcompile.passes.planning.heuristics import HEURISTICS, Neighborhood
+from dtrcompile.passes.planning.hoist import hoist
+from dtrcompile.passes.planning.planners import PLANNERS, keep_all, lower_bound_bytes, make_planner
+from dtrcompile.passes.planning.planners.base import Planner
+from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
+from dtrcompile.passes.planning.planners.checkmate import CheckmatePlanner
+from dtrcompile.passes.planning.planners.checkmate_lp import CheckmateLPPlanner
+from dtrcompile.passes.planning.planners.cover import least_cost_ns
+from dtrcompile.passes.planning.planners.improve import BOUNDARY, keep_what_fits, schedule_of
+from dtrcompile.passes.planning.planners.intervals import Intervals
+from dtrcompile.passes.planning.planners.offload import OffloadPlanner
+from dtrcompile.passes.planning.simulator import Deallocation, SimulatorOptions, simulate
+from dtrcompile.passes.program.host_link import HostLink
+from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan, Step
+from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
+from dtrcompile.passes.program.replay import MemoryTimeline, PlanStats, replay
 
 Pick = Callable[[int, int], int]
 """An integer between two bounds, both included."""

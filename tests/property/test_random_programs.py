@@ -13,10 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrcompile.passes.planners import infeasible, keep_all, lower_bound_bytes, make_planner
-from dtrcompile.passes.program import Program
-from dtrcompile.passes.program_io import from_json, to_json
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import (
+    infeasible,
+    keep_all,
+    lower_bound_bytes,
+    make_planner,
+)
+from dtrcompile.passes.program.io import from_json, to_json
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 from tests.property import random_programs
 from tests.property.random_programs import Pick
 

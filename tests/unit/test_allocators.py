@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dtrcompile.demo.memory import static_bytes
-from dtrcompile.passes.allocators import EXACT, Allocator, allocator_of, from_settings
+from dtrcompile.passes.device.allocators import EXACT, Allocator, allocator_of, from_settings
 
 MIB = 1 << 20
 NATIVE = Allocator(512, splits_all=False)
@@ -90,7 +90,7 @@ def test_each_devices_allocator() -> None:
     with (
         mock.patch.object(torch.cuda, "get_allocator_backend", lambda: "native"),
         mock.patch(
-            "dtrcompile.passes.allocators.allocator_snapshot",
+            "dtrcompile.passes.device.allocators.allocator_snapshot",
             lambda: {"allocator_settings": settings()},
         ),
     ):

@@ -9,11 +9,11 @@ import pytest
 
 from bench.synthetic import ProgramBuilder, transformer, unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError, ProgramTooLargeError
-from dtrcompile.passes.plan import Boundary, Compute, Free, Plan, Step
-from dtrcompile.passes.planners import keep_all, lower_bound_bytes, make_planner
-from dtrcompile.passes.planners.brute_force import BruteForcePlanner
-from dtrcompile.passes.program import Program
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import keep_all, lower_bound_bytes, make_planner
+from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
+from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan, Step
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 from tests.property.random_programs import check_oracle, random_program
 
 ORACLE = BruteForcePlanner()

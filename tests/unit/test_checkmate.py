@@ -17,16 +17,20 @@ from dtrcompile.passes.errors import (
     OptionError,
     TimeLimitError,
 )
-from dtrcompile.passes.index import ProgramIndex
-from dtrcompile.passes.planners import keep_all, lower_bound_bytes, make_planner
-from dtrcompile.passes.planners.checkmate import CheckmatePlanner, Solution
-from dtrcompile.passes.planners.checkmate_lp import CheckmateLPPlanner, lp_bound, with_least_runs
-from dtrcompile.passes.planners.checkmate_model import Memory, Stages, choice_of, steps_of
-from dtrcompile.passes.planners.cover import least_cost_ns
-from dtrcompile.passes.planners.highs import Status
-from dtrcompile.passes.planners.improve import schedule_of
-from dtrcompile.passes.program import Program
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import keep_all, lower_bound_bytes, make_planner
+from dtrcompile.passes.planning.planners.checkmate import CheckmatePlanner, Solution
+from dtrcompile.passes.planning.planners.checkmate_lp import (
+    CheckmateLPPlanner,
+    lp_bound,
+    with_least_runs,
+)
+from dtrcompile.passes.planning.planners.checkmate_model import Memory, Stages, choice_of, steps_of
+from dtrcompile.passes.planning.planners.cover import least_cost_ns
+from dtrcompile.passes.planning.planners.highs import Status
+from dtrcompile.passes.planning.planners.improve import schedule_of
+from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 from tests.property.random_programs import budgets, random_program
 
 pytest.importorskip("scipy", minversion="1.9")
@@ -284,7 +288,7 @@ def test_a_plan_survives_being_written_as_stages(seed: int) -> None:
 def test_planning_is_the_same_in_another_process() -> None:
     code = (
         "from bench.synthetic import training_chain\n"
-        "from dtrcompile.passes.planners import make_planner\n"
+        "from dtrcompile.passes.planning.planners import make_planner\n"
         "for name in ('checkmate', 'checkmate-lp'):\n"
         "    print(make_planner(name).plan(training_chain(8), 5).to_text(), end='')\n"
     )

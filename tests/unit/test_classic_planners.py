@@ -11,20 +11,20 @@ import pytest
 
 from bench.synthetic import ProgramBuilder, training_chain, transformer, unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
-from dtrcompile.passes.index import ProgramIndex
-from dtrcompile.passes.planners import keep_all, make_planner
-from dtrcompile.passes.planners.brute_force import BruteForcePlanner
-from dtrcompile.passes.planners.linearize import Linearization, forward_end
-from dtrcompile.passes.planners.segments import WAYS
-from dtrcompile.passes.planners.treeverse import (
+from dtrcompile.passes.planning.planners import keep_all, make_planner
+from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
+from dtrcompile.passes.planning.planners.linearize import Linearization, forward_end
+from dtrcompile.passes.planning.planners.segments import WAYS
+from dtrcompile.passes.planning.planners.treeverse import (
     TreeversePlanner,
     advance,
     capacity,
     forward_steps,
     repetition,
 )
-from dtrcompile.passes.program import Program, StorageKind
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.program.replay import replay
 
 
 def line_of(program: Program) -> Linearization:
@@ -240,7 +240,7 @@ def test_treeverse_on_a_transformer(way: str) -> None:
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     code = (
         "from bench.synthetic import transformer, unit_chain\n"
-        "from dtrcompile.passes.planners import make_planner\n"
+        "from dtrcompile.passes.planning.planners import make_planner\n"
         "for name in ('chen-sqrt', 'chen-greedy', 'treeverse'):\n"
         "    print(make_planner(name).plan(transformer(3), 25000).to_text())\n"
         "print(make_planner('brute-force').plan(unit_chain(5), 4).to_text())\n"

@@ -11,10 +11,10 @@ import pytest
 
 import dtrcompile
 from dtrcompile.cli import main
-from dtrcompile.passes.plan import Plan
-from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
-from dtrcompile.passes.program_io import to_json
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.program.io import to_json
+from dtrcompile.passes.program.plan import Plan
+from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
+from dtrcompile.passes.program.replay import replay
 
 
 def chain() -> Program:

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtrcompile.passes import costs
-from dtrcompile.passes.costs import (
+from dtrcompile.passes.device import costs
+from dtrcompile.passes.device.costs import (
     COST_MODELS,
     GPU_PEAKS,
     CostCache,

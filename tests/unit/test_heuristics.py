@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.synthetic import ProgramBuilder
-from dtrcompile.passes.heuristics import (
+from dtrcompile.passes.planning.heuristics import (
     HDTR,
     HEURISTICS,
     HLRU,
@@ -23,9 +23,9 @@ from dtrcompile.passes.heuristics import (
     Pool,
     PoolState,
 )
-from dtrcompile.passes.index import NEVER, ProgramIndex
-from dtrcompile.passes.neighborhoods import make_tracker
-from dtrcompile.passes.program import Program
+from dtrcompile.passes.planning.neighborhoods import make_tracker
+from dtrcompile.passes.program.index import NEVER, ProgramIndex
+from dtrcompile.passes.program.program import Program
 
 # Two candidates: ids 1 and 3, of four storages.
 POOL = Pool(

@@ -9,10 +9,13 @@ import pytest
 
 from bench.synthetic import ProgramBuilder, training_chain
 from dtrcompile.passes.errors import OptionError, PlanError, UnsupportedPlanError
-from dtrcompile.passes.hoist import hoist
-from dtrcompile.passes.host_link import HostLink
-from dtrcompile.passes.index import ProgramIndex
-from dtrcompile.passes.plan import (
+from dtrcompile.passes.planning.hoist import hoist
+from dtrcompile.passes.planning.planners import infeasible, keep_all, make_planner
+from dtrcompile.passes.planning.planners.improve import schedule_of
+from dtrcompile.passes.planning.simulator import SimulatorOptions, simulate
+from dtrcompile.passes.program.host_link import HostLink
+from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.plan import (
     Boundary,
     Compute,
     Free,
@@ -22,12 +25,9 @@ from dtrcompile.passes.plan import (
     Step,
     refuse_copies,
 )
-from dtrcompile.passes.planners import infeasible, keep_all, make_planner
-from dtrcompile.passes.planners.improve import schedule_of
-from dtrcompile.passes.program import Program, StorageKind
-from dtrcompile.passes.replay import MemoryTimeline, PlanStats, replay
-from dtrcompile.passes.simulator import SimulatorOptions, simulate
-from dtrcompile.passes.tighten import tighten
+from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.program.replay import MemoryTimeline, PlanStats, replay
+from dtrcompile.passes.program.tighten import tighten
 
 A, B, C, D = range(4)
 

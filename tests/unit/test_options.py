@@ -25,8 +25,8 @@ from dtrcompile.options import (
     Options,
 )
 from dtrcompile.passes.errors import DTRError, OptionError
-from dtrcompile.passes.heuristics import HEURISTICS
-from dtrcompile.passes.planners import PLANNERS
+from dtrcompile.passes.planning.heuristics import HEURISTICS
+from dtrcompile.passes.planning.planners import PLANNERS
 
 MIB = 2**20
 
@@ -471,5 +471,5 @@ def test_the_modes_are_those_of_inductor() -> None:
 
 
 def test_the_cost_models_are_those_that_can_be_made() -> None:
-    costs = pytest.importorskip("dtrcompile.passes.costs")
+    costs = pytest.importorskip("dtrcompile.passes.device.costs")
     assert set(costs.COST_MODELS) == set(COST_MODELS)

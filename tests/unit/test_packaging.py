@@ -51,7 +51,7 @@ def test_every_exported_name_exists() -> None:
 
 def test_torch_is_not_imported_before_a_graph_is() -> None:
     _run_python(
-        "import sys, dtrcompile, dtrcompile.cli, dtrcompile.passes.planners\n"
+        "import sys, dtrcompile, dtrcompile.cli, dtrcompile.passes.planning.planners\n"
         "dtrcompile.Options.parse({'budget': '40%', 'planner': 'auto'})\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )

@@ -8,9 +8,15 @@ import random
 import pytest
 import sympy
 
-from dtrcompile.passes.allocators import EXACT, Allocator
-from dtrcompile.passes.peak_formula import Measurable, Moment, Moments, PeakFormula, StepFormulas
-from dtrcompile.passes.sizes import Sizes
+from dtrcompile.passes.device.allocators import EXACT, Allocator
+from dtrcompile.passes.fitting.peak_formula import (
+    Measurable,
+    Moment,
+    Moments,
+    PeakFormula,
+    StepFormulas,
+)
+from dtrcompile.passes.program.sizes import Sizes
 
 S, T = sympy.symbols("s t", integer=True, positive=True)
 CUDA = Allocator(512, splits_all=False)

@@ -8,9 +8,9 @@ import pytest
 
 from bench.pictures import CURVES, Life, lives, make_pictures, memories, pareto
 from bench.synthetic import training_chain
-from dtrcompile.passes.plan import Boundary, Compute, Free, Plan
-from dtrcompile.passes.planners import keep_all
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import keep_all
+from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
+from dtrcompile.passes.program.replay import replay
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,8 +6,8 @@ import pytest
 
 from bench.synthetic import training_chain
 from dtrcompile.passes.errors import PlanError
-from dtrcompile.passes.plan import Boundary, Compute, Free, Offload, Plan, Prefetch
-from dtrcompile.passes.planners import keep_all
+from dtrcompile.passes.planning.planners import keep_all
+from dtrcompile.passes.program.plan import Boundary, Compute, Free, Offload, Plan, Prefetch
 
 PLAN = Plan((Compute(0), Free(3), Boundary(), Compute(1)), "0123456789abcdef", "dtr(h_dtr_eq)")
 TEXT = """\

@@ -13,10 +13,8 @@ import pytest
 from bench.planner_quality import summarize
 from bench.synthetic import ProgramBuilder, training_chain, transformer, unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
-from dtrcompile.passes.heuristics import HEURISTICS
-from dtrcompile.passes.index import ProgramIndex
-from dtrcompile.passes.plan import Compute, Free, Plan, Step
-from dtrcompile.passes.planners import (
+from dtrcompile.passes.planning.heuristics import HEURISTICS
+from dtrcompile.passes.planning.planners import (
     PLANNERS,
     infeasible,
     keep_all,
@@ -24,10 +22,12 @@ from dtrcompile.passes.planners import (
     make_planner,
     minimum_plan,
 )
-from dtrcompile.passes.planners.auto import default_planning_s
-from dtrcompile.passes.planners.improve import keep_what_fits, schedule_of
-from dtrcompile.passes.program import Program
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners.auto import default_planning_s
+from dtrcompile.passes.planning.planners.improve import keep_what_fits, schedule_of
+from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.plan import Compute, Free, Plan, Step
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 
 
 def baseline_bytes(program: Program) -> int:
@@ -298,7 +298,7 @@ def test_auto_takes_the_binomial_schedule_where_it_is_best(memory: int) -> None:
 def test_planning_is_the_same_in_another_process() -> None:
     code = (
         "from bench.synthetic import transformer\n"
-        "from dtrcompile.passes.planners import make_planner\n"
+        "from dtrcompile.passes.planning.planners import make_planner\n"
         "print(make_planner('auto').plan(transformer(3), 20000).to_text(), end='')\n"
     )
     runs = {
@@ -313,7 +313,7 @@ def test_planning_is_the_same_in_another_process() -> None:
 def test_nothing_up_to_the_planners_imports_torch() -> None:
     code = (
         "import sys\n"
-        "import dtrcompile.passes.planners, dtrcompile.passes.program_io\n"
+        "import dtrcompile.passes.planning.planners, dtrcompile.passes.program.io\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

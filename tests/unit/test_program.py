@@ -8,7 +8,7 @@ import pytest
 
 from bench.synthetic import ProgramBuilder, training_chain
 from dtrcompile.passes.errors import ProgramError
-from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
+from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 
 
 def linear() -> Program:

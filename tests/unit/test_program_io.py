@@ -11,16 +11,16 @@ import pytest
 
 from bench.synthetic import training_chain, transformer
 from dtrcompile.passes.errors import ProgramError
-from dtrcompile.passes.planners import keep_all
-from dtrcompile.passes.program import Phase
-from dtrcompile.passes.program_io import (
+from dtrcompile.passes.planning.planners import keep_all
+from dtrcompile.passes.program.io import (
     from_checkmate_json,
     from_json,
     from_simrd_log,
     shared_data,
     to_json,
 )
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.program.program import Phase
+from dtrcompile.passes.program.replay import replay
 
 
 def test_round_trip() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bench.synthetic import training_chain as chain
-from dtrcompile.passes.plan import Compute
-from dtrcompile.passes.planners import keep_all, make_planner
-from dtrcompile.passes.replay import replay
-from dtrcompile.passes.residuals import residuals, with_residuals, without_residuals
+from dtrcompile.passes.fitting.residuals import residuals, with_residuals, without_residuals
+from dtrcompile.passes.planning.planners import keep_all, make_planner
+from dtrcompile.passes.program.plan import Compute
+from dtrcompile.passes.program.replay import replay
 
 
 def test_what_is_held_above_the_plan_is_the_operators() -> None:

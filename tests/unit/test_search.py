@@ -10,14 +10,14 @@ import pytest
 
 from bench.lower_bound import lower_bound_overhead
 from bench.synthetic import ProgramBuilder, training_chain, transformer
-from dtrcompile.passes.index import ProgramIndex
-from dtrcompile.passes.planners import keep_all, make_planner
-from dtrcompile.passes.planners.cover import least_cost_ns, least_cover
-from dtrcompile.passes.planners.improve import schedule_of
-from dtrcompile.passes.planners.intervals import Intervals
-from dtrcompile.passes.planners.search import Search, _range_max
-from dtrcompile.passes.program import Program
-from dtrcompile.passes.replay import replay
+from dtrcompile.passes.planning.planners import keep_all, make_planner
+from dtrcompile.passes.planning.planners.cover import least_cost_ns, least_cover
+from dtrcompile.passes.planning.planners.improve import schedule_of
+from dtrcompile.passes.planning.planners.intervals import Intervals
+from dtrcompile.passes.planning.planners.search import Search, _range_max
+from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 
 
 def shared_parent() -> Program:

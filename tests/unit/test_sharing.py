@@ -10,11 +10,7 @@ import pytest
 from bench.synthetic import ProgramBuilder
 from bench.synthetic import training_chain as chain
 from dtrcompile.passes.errors import PlanError
-from dtrcompile.passes.plan import Boundary, Compute, Free
-from dtrcompile.passes.planners import keep_all, make_planner, minimum_plan
-from dtrcompile.passes.program import Program, StorageKind
-from dtrcompile.passes.replay import replay
-from dtrcompile.passes.sharing import (
+from dtrcompile.passes.fitting.sharing import (
     ALONE,
     Demand,
     GraphBytes,
@@ -26,7 +22,11 @@ from dtrcompile.passes.sharing import (
     with_rest,
     without_rest,
 )
-from dtrcompile.passes.tighten import tighten
+from dtrcompile.passes.planning.planners import keep_all, make_planner, minimum_plan
+from dtrcompile.passes.program.plan import Boundary, Compute, Free
+from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.program.replay import replay
+from dtrcompile.passes.program.tighten import tighten
 
 # Two graphs, 10 bytes of constants each; the first hands 5 bytes on to the second, which has them
 # among its constants.

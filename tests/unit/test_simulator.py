@@ -6,13 +6,18 @@ import pytest
 
 from bench.synthetic import ProgramBuilder, training_chain, transformer
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.heuristics import HLRU, HDTREqNext, HDTRLocal
-from dtrcompile.passes.index import ProgramIndex
-from dtrcompile.passes.plan import Boundary, Compute, Free, Plan
-from dtrcompile.passes.planners import keep_all
-from dtrcompile.passes.program import Program, StorageKind
-from dtrcompile.passes.replay import PlanStats, replay
-from dtrcompile.passes.simulator import Deallocation, Simulation, SimulatorOptions, simulate
+from dtrcompile.passes.planning.heuristics import HLRU, HDTREqNext, HDTRLocal
+from dtrcompile.passes.planning.planners import keep_all
+from dtrcompile.passes.planning.simulator import (
+    Deallocation,
+    Simulation,
+    SimulatorOptions,
+    simulate,
+)
+from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
+from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.program.replay import PlanStats, replay
 
 
 def run(program: Program, budget_bytes: int, **options: object) -> tuple[Simulation, PlanStats]:

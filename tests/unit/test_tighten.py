@@ -7,12 +7,12 @@ import random
 import pytest
 
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.plan import Compute, Free, Plan
-from dtrcompile.passes.planners import make_planner
-from dtrcompile.passes.planners.base import keep_all
-from dtrcompile.passes.program import Operator, Phase, Program, Storage, StorageKind, Tensor
-from dtrcompile.passes.replay import replay
-from dtrcompile.passes.tighten import tighten
+from dtrcompile.passes.planning.planners import make_planner
+from dtrcompile.passes.planning.planners.base import keep_all
+from dtrcompile.passes.program.plan import Compute, Free, Plan
+from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
+from dtrcompile.passes.program.replay import replay
+from dtrcompile.passes.program.tighten import tighten
 from tests.property.random_programs import random_program
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dtrcompile.passes import workspaces
+from dtrcompile.passes.device import workspaces
+from dtrcompile.passes.device.workspaces import workspace_bytes
 from dtrcompile.passes.torch_private import FakeTensorMode
-from dtrcompile.passes.workspaces import workspace_bytes
 
 mm = torch.ops.aten.mm.default
 ROWS, INNER, COLUMNS = 8, 24, 5

@@ -1,0 +1,1 @@
+"""What the device adds: costs, workspaces, the allocator's blocks, an optimizer's step."""

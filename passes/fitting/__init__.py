@@ -1,0 +1,1 @@
+"""Plan, emit, measure, and again: until what is measured is within the budget."""

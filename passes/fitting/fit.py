@@ -1,0 +1,684 @@
+"""From captured graphs to graphs that fit: plan, emit, measure, plan again with what was learned.
+
+A `MemoryModel` says what the emitted graphs will really hold: for Inductor its own schedule, for
+the eager executor the referee.  Where the two differ, the next plan knows by how much at each
+operator (`residuals`), or else its target moves; the cheapest plan whose *measured* peak is within
+the budget wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.fitting.measured import Measured, SizeModel
+from dtrcompile.passes.fitting.peak_formula import StepFormulas
+from dtrcompile.passes.fitting.plan_formula import plan_moments
+from dtrcompile.passes.fitting.residuals import (
+    NOTHING,
+    residuals,
+    savings,
+    with_residuals,
+    without_residuals,
+)
+from dtrcompile.passes.fitting.sharing import ALONE, GraphBytes, Rest, with_rest, without_rest
+from dtrcompile.passes.graphs.capture import Captured
+from dtrcompile.passes.graphs.emit import Emitted, emit
+from dtrcompile.passes.graphs.verify import verify_emitted
+from dtrcompile.passes.inductor.layouts import give_room
+from dtrcompile.passes.planning.planners import minimum_plan
+from dtrcompile.passes.planning.planners.base import Planner, keep_all
+from dtrcompile.passes.program.plan import Boundary, Free, Plan, Step, refuse_copies
+from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.program.replay import MemoryTimeline, PlanStats, replay
+from dtrcompile.passes.program.sizes import Sizes, at_sizes
+from dtrcompile.passes.program.tighten import tighten
+
+log = logging.getLogger("dtrcompile")
+
+# Rounds of planning with a corrected target.  Nearly every graph needs one or two.
+_MOST_ROUNDS = 4
+# Plans at the minimum that learn from the one before.
+_MOST_LESSONS = 2
+# Then plans for less than the smallest found: so many in all, so many for one target, and no target
+# nearer to the smallest than this part of it.
+_MOST_SQUEEZED = 6
+_SQUEEZED_ROUNDS = 2
+_SQUEEZE = 64
+# A plan that uses less than this share of the budget is worth planning another, looser one, and
+# that one is worth lowering if it saves this share of the compute.
+_GOOD_FILL = 0.97
+_WORTHWHILE = 0.005
+# One kernel may be given this part of the budget for its speed, where a plan is found all the same.
+_ROOM_SHARE = 6
+# That much of a step may be computed again for it.
+_ROOM_COST = 0.1
+# A budget so many times a guess is ample; schedules of default splits hold 0.6 to 1.3 of theirs.
+AMPLE = 2
+
+
+class MemoryModel(ABC):
+    """Tells what graphs will hold once compiled."""
+
+    @abstractmethod
+    def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
+        """Measure a plan's graphs, or, where ``emitted`` is None, the default split's."""
+
+    def guess(self, captured: Captured, stats: PlanStats) -> Measured | None:  # noqa: ARG002
+        """What the default split holds, roughly and at once; None: it has to be measured.
+
+        For budgets so large that measuring would tell nothing new.  Only where what was compiled
+        is looked at afterwards, so that the guess does not stay the promise.
+
+        Args:
+            stats: the referee's, of each operator once.
+        """
+        return None
+
+    def can_use_room(self, captured: Captured) -> bool:  # noqa: ARG002
+        """Whether a kernel could be faster if it held more inside (see `layouts`)."""
+        return False
+
+    def workspaces(self, captured: Captured) -> Mapping[int, int]:  # noqa: ARG002
+        """Operator -> what its library calls hold inside, in the layouts that were traced."""
+        return NOTHING
+
+
+class RefereeModel(MemoryModel):
+    """The eager executor's: the referee's peak is exact there."""
+
+    def measure(
+        self,
+        captured: Captured,  # noqa: ARG002
+        emitted: Emitted | None,  # noqa: ARG002
+        stats: PlanStats,
+    ) -> Measured:
+        return _as_planned(stats)
+
+
+def _as_planned(stats: PlanStats) -> Measured:
+    """What the referee says that a plan holds."""
+    split = stats.peak_split
+    return Measured(
+        stats.peak_bytes,
+        stats.peak_operator,
+        {
+            "parameters": split.get("parameter", 0),
+            "inputs": split.get("input", 0) + split.get("tangent", 0),
+            "saved": split.get("saved", 0),
+            "temporaries": split.get("intermediate", 0) + split.get("workspace", 0),
+            "gradients": split.get("gradient", 0),
+            "outputs": split.get("output", 0),
+        },
+        stats.forward_peak_bytes,
+        stats.backward_peak_bytes,
+        stats.boundary_bytes,
+        stats.saved_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class PlanSizeModel(SizeModel):
+    """A plan's, as the referee counts."""
+
+    captured: Captured
+    plan: Plan
+
+    def at(self, sizes: Sizes) -> Measured:
+        if self.formulas is not None:
+            return replace(self.formulas.at(sizes), by_sizes=self)
+        return self.replayed(sizes)
+
+    @functools.cached_property
+    def formulas(self) -> StepFormulas | None:
+        captured = self.captured
+        if not captured.symbols:
+            return None
+        moments = plan_moments(
+            captured.program,
+            self.plan,
+            captured.storage_expressions(),
+            captured.workspace_expressions(),
+        )
+        formulas = StepFormulas.of(moments, captured.allocator, captured.least_sizes)
+        if not formulas.agrees_with(self.replayed(captured.hints), captured.hints):
+            log.debug("no formula of the peak: the count at %s is another", captured.hints)
+            return None
+        return formulas
+
+    def of(self, captured: Captured) -> Measured:
+        program = captured.program
+        plan = tighten(program, holding(program, self.plan))
+        model = PlanSizeModel(captured, plan)
+        return replace(_as_planned(replay(program, plan)[1]), by_sizes=model)
+
+    def replayed(self, sizes: Sizes) -> Measured:
+        """The same, as the referee counts at these sizes."""
+        with at_sizes(sizes):
+            program = self.captured.resized()
+        stats = replay(program, replace(self.plan, program=program.fingerprint))[1]
+        return replace(_as_planned(stats), by_sizes=self)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its graphs and what they hold."""
+
+    plan: Plan
+    timeline: MemoryTimeline
+    stats: PlanStats
+    emitted: Emitted
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What to compile.
+
+    Attributes:
+        captured: what was planned; it may have another order than what was given.
+        rest: the other graphs of the step.
+        chosen: the plan to compile, or None: the default split fits as it is.
+        baseline: the default split's plan (each operator once).
+        baseline_measured: what the default split holds.
+        budget_bytes: the resolved budget; None for the smallest.
+        planning_s, lowering_s: seconds spent planning and measuring.
+        is_guess: ``baseline_measured`` is; what is compiled must be held to the budget.
+        saves_least: because graphs of unknown size follow, at the price of compute.
+    """
+
+    captured: Captured
+    rest: Rest
+    chosen: Candidate | None
+    baseline: tuple[Plan, MemoryTimeline, PlanStats]
+    baseline_measured: Measured
+    budget_bytes: int | None
+    planning_s: float
+    lowering_s: float
+    is_guess: bool = False
+    saves_least: bool = False
+
+    @property
+    def measured(self) -> Measured:
+        """What will be compiled holds."""
+        return self.baseline_measured if self.chosen is None else self.chosen.measured
+
+    @property
+    def plan(self) -> Plan:
+        """What will be compiled."""
+        return self.baseline[0] if self.chosen is None else self.chosen.plan
+
+    @property
+    def stats(self) -> PlanStats:
+        """What it costs."""
+        return self.baseline[2] if self.chosen is None else self.chosen.stats
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a graph has to keep to.
+
+    Attributes:
+        budget_bytes: of the whole step; None for the smallest.
+        rest: the other graphs of the step; what they hold beside this one comes off the budget.
+        more_follow: graphs of unknown size run between forward and backward, so it is to save as
+            little as it can.
+        is_unlimited: there is no budget yet; the default split is what runs.
+    """
+
+    budget_bytes: int | None
+    rest: Rest = ALONE
+    more_follow: bool = False
+    is_unlimited: bool = False
+
+    def are_ample(self, guessed: Measured) -> bool:
+        """Whether a guess is so far below the budget that the default split will fit."""
+        if self.is_unlimited:
+            return True
+        if self.budget_bytes is None or self.more_follow:
+            return False
+        own_bytes = self.budget_bytes - self.rest.outside_bytes
+        return AMPLE * guessed.peak_with(self.rest) <= own_bytes
+
+
+def fit(
+    captured: Captured,
+    planner: Planner,
+    terms: Callable[[Measured], Terms],
+    model: MemoryModel,
+    *,
+    is_whole_peak: bool = False,
+    always_emit: bool = False,
+) -> Outcome:
+    """Find the cheapest graphs that stay within the budget.
+
+    Args:
+        terms: what the default split holds -> what to keep to.
+        is_whole_peak: the budget is what the default split holds, whatever that is.
+        always_emit: emit the baseline too, where it fits (the eager executor runs nothing else).
+
+    Raises:
+        InfeasibleBudgetError: naming the smallest budget that can be met.
+    """
+    return _Fit(captured, planner, model).run(terms, is_whole_peak, always_emit)
+
+
+class _Fit:
+    """Bytes here are the graph's own: what is outside is taken off the budget beforehand."""
+
+    def __init__(self, captured: Captured, planner: Planner, model: MemoryModel) -> None:
+        self.captured = captured
+        self.program = captured.program
+        self.rest = ALONE
+        self.planner = planner
+        self.model = model
+        self.baseline_bytes = 0
+        self.planning_s = 0.0
+        self.lowering_s = 0.0
+        # Residuals that hold in nearly any plan: what the default split's library calls were seen
+        # to need, and what its loops do not, because they write over what they read.
+        self.workspaces: Mapping[int, int] = NOTHING
+        # What one kernel may hold inside for the sake of its speed.
+        self.room_bytes = 0
+        self.candidates: dict[tuple[Plan, int], Candidate] = {}
+        self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Plan | None] = {}
+
+    def run(
+        self, terms: Callable[[Measured], Terms], is_whole_peak: bool, always_emit: bool
+    ) -> Outcome:
+        plan = as_it_is(self.program)
+        timeline, stats = replay(self.program, plan)
+        guessed = None if always_emit else self.model.guess(self.captured, stats)
+        if guessed is not None:
+            agreed = terms(guessed)
+            if agreed.are_ample(guessed) and not is_whole_peak:
+                stats = self.stats_of(plan, self.model.workspaces(self.captured))
+                guessed = self.model.guess(self.captured, stats) or guessed
+                agreed = terms(guessed)
+            if is_whole_peak or agreed.are_ample(guessed):
+                log.debug("baseline: about %s, not measured", format_bytes(guessed.peak_bytes))
+                split = (plan, timeline, stats)
+                return Outcome(
+                    self.captured,
+                    agreed.rest,
+                    None,
+                    split,
+                    guessed,
+                    agreed.budget_bytes,
+                    0.0,
+                    0.0,
+                    is_guess=True,
+                )
+        start = time.perf_counter()
+        measured = self.measured(None, plan, stats)
+        if list(measured.draws) != sorted(measured.draws):
+            # The compiler draws random numbers in another order; from one seed, so must the plan.
+            self.captured = self.captured.with_draws(measured.draws)
+            self.program = self.captured.program
+            plan = as_it_is(self.program)
+            timeline, stats = replay(self.program, plan)
+            measured = self.measured(None, plan, stats)
+        self.lowering_s += time.perf_counter() - start
+        agreed = terms(measured)
+        budget_bytes, self.rest = agreed.budget_bytes, agreed.rest
+        self.workspaces = {
+            **measured.workspace_bytes,
+            **savings(self.program, measured.written_over),
+        }
+        own_bytes = None if budget_bytes is None else budget_bytes - self.rest.outside_bytes
+        log.debug(
+            "baseline: planned %s, measured %s; budget %s",
+            format_bytes(stats.peak_bytes),
+            format_bytes(measured.peak_bytes),
+            "min" if budget_bytes is None else format_bytes(budget_bytes),
+        )
+
+        if agreed.more_follow:
+            # Taken to be as large as this one can be made, or as half of the room: so that it saves
+            # little, and does not hold much itself for that.
+            between_bytes = self.least_own_bytes()
+            if own_bytes is not None:
+                room_bytes = own_bytes - self.program.constant_bytes
+                between_bytes = max(between_bytes, room_bytes // 2)
+            self.rest = replace(self.rest, between_bytes=between_bytes)
+        chosen: Candidate | None = None
+        peak_bytes = self.baseline_bytes = measured.peak_with(self.rest)
+        if agreed.is_unlimited:
+            pass
+        elif agreed.more_follow or own_bytes is None:
+            chosen = self.smaller_than(measured)
+            if own_bytes is not None:
+                chosen = self.within(own_bytes, chosen, measured)
+        elif peak_bytes > own_bytes:
+            planned_bytes = self.planned_peak(plan, self.workspaces)
+            chosen = self.cheapest_within(own_bytes, planned_bytes, peak_bytes)
+        if chosen is None and always_emit:
+            chosen = self.try_plan(tighten(self.program, plan))
+        return Outcome(
+            self.captured,
+            self.rest,
+            chosen,
+            (plan, timeline, stats),
+            measured,
+            budget_bytes,
+            self.planning_s,
+            self.lowering_s,
+            saves_least=agreed.more_follow,
+        )
+
+    def measured(self, emitted: Emitted | None, plan: Plan, stats: PlanStats) -> Measured:
+        """What the memory model says of a plan's graphs, or, of None, of the default split's."""
+        measured = self.model.measure(self.captured, emitted, stats)
+        if measured.by_sizes is None:
+            measured = replace(measured, by_sizes=PlanSizeModel(self.captured, plan))
+        return measured
+
+    def least_own_bytes(self) -> int:
+        """About the smallest peak that a plan can have, without constants."""
+        plan = self.plan_with(
+            lambda program: minimum_plan(program, self.planner.for_minimum()), self.workspaces
+        )
+        return self.stats_of(plan, self.workspaces).peak_bytes - self.program.constant_bytes
+
+    def smaller_than(self, baseline: Measured) -> Candidate | None:
+        """The smallest, None where that is the default split."""
+        smallest = self.smallest()
+        return smallest if self.peak(smallest) < baseline.peak_with(self.rest) else None
+
+    def within(
+        self, own_bytes: int, chosen: Candidate | None, baseline: Measured
+    ) -> Candidate | None:
+        """What was chosen, or, where it is too large to run, what leaves less room to others: all
+        that it leaves beside what was chosen, or none.
+
+        Raises:
+            InfeasibleBudgetError: if that is too large as well.
+        """
+
+        def held() -> Measured:
+            return baseline if chosen is None else chosen.measured
+
+        for between_bytes in (own_bytes - held().boundary_bytes, 0):
+            if held().peak_bytes > own_bytes and 0 <= between_bytes < self.rest.between_bytes:
+                self.rest = replace(self.rest, between_bytes=between_bytes)
+                self.answers.clear()  # they were for the other rest
+                chosen = self.smaller_than(baseline)
+        if held().peak_bytes > own_bytes:
+            raise self.infeasible(own_bytes, self.smallest(), held().peak_bytes)
+        return chosen
+
+    def peak(self, candidate: Candidate) -> int:
+        """What counts against the budget."""
+        return candidate.measured.peak_with(self.rest)
+
+    def try_plan(self, plan: Plan) -> Candidate:
+        """Emit, verify and measure a plan, once."""
+        key = plan, self.room_bytes
+        if key not in self.candidates:
+            timeline, stats = replay(self.program, plan)
+            emitted = emit(self.captured, plan)
+            give_room([g for g in (emitted.forward, emitted.backward) if g], self.room_bytes)
+            verify_emitted(self.captured, plan, timeline, emitted)
+            start = time.perf_counter()
+            measured = self.measured(emitted, plan, stats)
+            self.lowering_s += time.perf_counter() - start
+            log.debug(
+                "plan %s: planned %d bytes, measured %d, overhead %.3f",
+                plan.planner,
+                stats.peak_bytes,
+                measured.peak_bytes,
+                stats.overhead,
+            )
+            self.candidates[key] = Candidate(plan, timeline, stats, emitted, measured)
+        return self.candidates[key]
+
+    def plan_for(self, target_bytes: int, known: Mapping[int, int]) -> Plan | None:
+        """The planner's answer for a target, None where it has none.
+
+        Args:
+            known: residuals of operators.
+        """
+        question = (target_bytes, tuple(sorted(known.items())))
+        if question not in self.answers:
+            try:
+                self.answers[question] = self.plan_with(
+                    lambda program: self.planner.plan(program, target_bytes), known
+                )
+            except InfeasibleBudgetError:
+                self.answers[question] = None
+        return self.answers[question]
+
+    def plan_with(self, planner: Callable[[Program], Plan], known: Mapping[int, int]) -> Plan:
+        """A plan made of the program that knows the residuals, as one of the program."""
+        start = time.perf_counter()
+        program = with_residuals(self.program, known)
+        try:
+            plan = planner(with_rest(program, self.rest))
+        finally:
+            self.planning_s += time.perf_counter() - start
+        plan = without_residuals(without_rest(plan, program), self.program)
+        refuse_copies(plan, "compiling")
+        return tighten(self.program, plan)
+
+    def learn(self, candidate: Candidate, known: dict[int, int]) -> bool:
+        """Add a candidate's residuals; whether any was new."""
+        measured = candidate.measured.step_bytes
+        new = residuals(candidate.plan, candidate.timeline, measured, known)
+        known.update(new)
+        return bool(new)
+
+    def cheapest_within(
+        self, budget_bytes: int, baseline_planned_bytes: int, baseline_bytes: int
+    ) -> Candidate:
+        """The least compute whose measured peak is within the budget.
+
+        Raises:
+            InfeasibleBudgetError: if there is none.
+        """
+        # Where the compiler's baseline lies above the referee's, its plans are likely to as well,
+        # but by less: what is evicted can be in nobody's way.  (Where it lies below, by
+        # in-place updates that the program does not know, plans rarely keep the gain.)
+        likely_bytes = (baseline_planned_bytes + baseline_bytes) // 2
+        target = budget_bytes * likely_bytes // max(baseline_bytes, 1)
+        target = min(target, budget_bytes, baseline_planned_bytes - 1)
+        rooms = [0]
+        if self.model.can_use_room(self.captured):
+            rooms = [budget_bytes // _ROOM_SHARE, 0]
+        for self.room_bytes in rooms:
+            best = self.search(budget_bytes, target, baseline_planned_bytes, range(_MOST_ROUNDS))
+            if best is not None and (not self.room_bytes or self.is_room_worth_it(best, target)):
+                return best
+        smallest = self.smallest()
+        if self.peak(smallest) > budget_bytes:
+            # The compiler can make more of every plan than of the default split.
+            minimum_bytes = min(self.peak(smallest), self.baseline_bytes)
+            raise self.infeasible(budget_bytes, smallest, minimum_bytes)
+        return min(
+            (c for c in self.candidates.values() if self.peak(c) <= budget_bytes),
+            key=lambda c: c.stats.cost_ns,
+        )
+
+    def is_room_worth_it(self, candidate: Candidate, target_bytes: int) -> bool:
+        """Whether little was computed again for what kernels may hold inside for their speed."""
+        without = self.plan_for(target_bytes, self.workspaces)
+        if without is None:
+            return True
+        extra_ns = candidate.stats.cost_ns - replay(self.program, without)[1].cost_ns
+        return extra_ns <= _ROOM_COST * self.program.cost_ns
+
+    def search(
+        self,
+        budget_bytes: int,
+        target: int,
+        high: int,
+        rounds: Iterable[int],
+        tried: list[Candidate] | None = None,
+    ) -> Candidate | None:
+        """The cheapest plan found whose measured peak is within the budget.
+
+        Args:
+            target: what the first plan is made for.
+            high: a target known not to fit.
+            rounds: one for each plan that may be made.
+            tried: gets all that were measured.
+        """
+        best: Candidate | None = None
+        known = dict(self.workspaces)
+        taught: set[Plan] = set()
+        low = 0  # a target known to fit, or to be too small for the planner
+        for _ in rounds:
+            plan = self.plan_for(target, known)
+            if plan is None and known != self.workspaces:
+                known = dict(self.workspaces)  # what was learned of a plan need not hold in another
+                plan = self.plan_for(target, known)
+            if plan is None:
+                if not taught:
+                    break
+                low = max(low, target)
+                target = (low + high) // 2
+                continue
+            if best is not None:
+                cost_ns = replay(self.program, plan)[1].cost_ns
+                if cost_ns > (1 - _WORTHWHILE) * best.stats.cost_ns:
+                    break
+            candidate = self.try_plan(plan)
+            if tried is not None:
+                tried.append(candidate)
+            peak = self.peak(candidate)
+            fits = peak <= budget_bytes
+            if fits and (best is None or candidate.stats.cost_ns < best.stats.cost_ns):
+                best = candidate
+            if fits and peak >= _GOOD_FILL * budget_bytes:
+                break
+            if plan not in taught:
+                taught.add(plan)
+                if self.learn(candidate, known):
+                    # The planner can keep to the budget itself, where it knows what operators hold.
+                    target = budget_bytes
+                    continue
+            # What lay between plan and schedule is likely to lie there again.
+            goal = budget_bytes - (peak - self.planned_peak(plan, known))
+            if fits:
+                low = max(low, target)
+                if goal <= target:
+                    break
+            else:
+                high = min(high, target)
+                goal = min(goal, target - budget_bytes // 256)
+            target = goal
+            if not low < target < high:
+                target = (low + high) // 2 if low else high - budget_bytes // 64
+            if target <= 0 or high - low < budget_bytes // 128:
+                break
+        return best
+
+    def smallest(self) -> Candidate:
+        """The smallest measured peak among plans at and a little above the planner's minimum.
+
+        The same set whatever was tried before, so that the minimum that an error names is met when
+        it is asked for.
+        """
+        known = dict(self.workspaces)
+        tried = [self.minimum(known)]
+        for _ in range(_MOST_LESSONS):
+            if self.agrees(tried[-1], known) or not self.learn(tried[-1], known):
+                break
+            tried.append(self.minimum(known))
+        if not self.agrees(tried[-1], known):
+            planned_bytes = self.planned_peak(tried[0].plan, self.workspaces)
+            targets = [planned_bytes * percent // 100 for percent in (104, 112)]
+            looser = [self.plan_for(target, self.workspaces) for target in targets]
+            tried += [self.try_plan(plan) for plan in looser if plan is not None]
+        # The planner's smallest need not be the schedule's: a plan for less than what was measured,
+        # made for its cost, may lose nothing on the way.  Looked for by halves.
+        low = self.planned_peak(tried[0].plan, self.workspaces)
+        left = _MOST_SQUEEZED
+        while left > 0:
+            least = min(self.peak(c) for c in tried)
+            step = -(-least // _SQUEEZE)
+            less = min((low + least) // 2, least - step)
+            before = len(tried)
+            rounds = range(min(left, _SQUEEZED_ROUNDS))
+            if self.search(less, less, least, rounds, tried) is None:
+                if less == least - step:
+                    break
+                low = less
+            left -= len(tried) - before
+        return min(tried, key=lambda c: (self.peak(c), c.stats.cost_ns))
+
+    def planned_peak(self, plan: Plan, known: Mapping[int, int]) -> int:
+        """What the referee, who knows the residuals, says that counts against the budget."""
+        stats = self.stats_of(plan, known)
+        return GraphBytes(
+            0, stats.forward_peak_bytes, stats.backward_peak_bytes, stats.boundary_bytes, 0
+        ).peak_with(self.rest)
+
+    def stats_of(self, plan: Plan, known: Mapping[int, int]) -> PlanStats:
+        """The referee's, of the program that knows the residuals."""
+        program = with_residuals(self.program, known)
+        return replay(program, replace(plan, program=program.fingerprint))[1]
+
+    def agrees(self, candidate: Candidate, known: Mapping[int, int]) -> bool:
+        """Whether next to nothing was lost between plan and schedule."""
+        return self.peak(candidate) <= self.planned_peak(candidate.plan, known) * 102 // 100
+
+    def minimum(self, known: Mapping[int, int]) -> Candidate:
+        """The planner's smallest plan of the program that knows the residuals."""
+        return self.try_plan(self.plan_with(lambda p: minimum_plan(p, self.planner), known))
+
+    def infeasible(
+        self, budget_bytes: int, smallest: Candidate, minimum_bytes: int
+    ) -> InfeasibleBudgetError:
+        resident = sorted(
+            (self.program.storages[s] for s in smallest.timeline.peak_resident),
+            key=lambda s: (-s.size_bytes, s.id),
+        )
+        return InfeasibleBudgetError(
+            budget_bytes + self.rest.outside_bytes,
+            minimum_bytes=minimum_bytes + self.rest.outside_bytes,
+            operator=smallest.stats.peak_operator,
+            largest=[(s.name, s.size_bytes) for s in resident[:5]],
+        )
+
+
+def as_it_is(program: Program) -> Plan:
+    """The default split's plan: what is handed on is freed at its last use."""
+    plan = keep_all(program)
+    return tighten(program, plan) if program.handed_on else plan
+
+
+def holding(program: Program, plan: Plan) -> Plan:
+    """A plan of the same graphs that may give up more, where this program's caller holds it."""
+    steps: list[Step] = []
+    is_after = False
+    for step in plan.steps:
+        is_after |= isinstance(step, Boundary)
+        if is_after and isinstance(step, Free) and step.storage not in program.handed_on:
+            storage = program.storages[step.storage]
+            if storage.is_constant or step.storage in program.held_from_boundary:
+                continue
+        steps.append(step)
+    return Plan(tuple(steps), program.fingerprint, plan.planner)
+
+
+def constant_bytes(captured: Captured) -> dict[StorageKind, int]:
+    """Bytes of each kind of constant, at the sizes that count here."""
+    totals = dict.fromkeys((StorageKind.PARAMETER, StorageKind.INPUT, StorageKind.TANGENT), 0)
+    for storage, size_bytes in zip(
+        captured.program.storages, captured.storage_bytes(), strict=True
+    ):
+        if storage.kind in totals and not storage.is_handed_on:
+            totals[storage.kind] += size_bytes
+    return totals
+
+
+def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    """A graph's inputs in order."""
+    return [n for n in gm.graph.nodes if n.op == "placeholder"]

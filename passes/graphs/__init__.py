@@ -1,0 +1,1 @@
+"""Between FX graphs and programs: what is captured, emitted, verified and run eagerly."""

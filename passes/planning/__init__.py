@@ -1,0 +1,1 @@
+"""From a program and a budget to a plan. Nothing here imports torch."""

@@ -1,0 +1,123 @@
+"""The planners by name, and what can be asked of any of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
+from dtrcompile.passes.planning.heuristics import HEURISTICS
+from dtrcompile.passes.planning.planners.auto import AutoPlanner
+from dtrcompile.passes.planning.planners.base import (
+    KeepAllPlanner,
+    Planner,
+    keep_all,
+    lower_bound_bytes,
+)
+from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
+from dtrcompile.passes.planning.planners.checkmate import CheckmatePlanner
+from dtrcompile.passes.planning.planners.checkmate_lp import CheckmateLPPlanner
+from dtrcompile.passes.planning.planners.chen_greedy import ChenGreedyPlanner
+from dtrcompile.passes.planning.planners.chen_sqrt import ChenSqrtPlanner
+from dtrcompile.passes.planning.planners.dtr import DTRPlanner
+from dtrcompile.passes.planning.planners.offload import OffloadPlanner
+from dtrcompile.passes.planning.planners.treeverse import TreeversePlanner
+from dtrcompile.passes.program.plan import Plan
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
+
+__all__ = [
+    "HEURISTICS",
+    "PLANNERS",
+    "infeasible",
+    "keep_all",
+    "lower_bound_bytes",
+    "make_planner",
+    "minimum_plan",
+]
+
+PLANNERS: dict[str, type[Planner]] = {
+    AutoPlanner.name: AutoPlanner,
+    CheckmatePlanner.name: CheckmatePlanner,
+    CheckmateLPPlanner.name: CheckmateLPPlanner,
+    DTRPlanner.name: DTRPlanner,
+    KeepAllPlanner.name: KeepAllPlanner,
+    ChenSqrtPlanner.name: ChenSqrtPlanner,
+    ChenGreedyPlanner.name: ChenGreedyPlanner,
+    TreeversePlanner.name: TreeversePlanner,
+    BruteForcePlanner.name: BruteForcePlanner,
+    OffloadPlanner.name: OffloadPlanner,
+}
+
+_MOST_RUNS = 22
+
+
+def make_planner(name: str, **options: Any) -> Planner:
+    """The planner of that name, with its fields as options.
+
+    Raises:
+        OptionError: for an unknown name or option.
+    """
+    if name not in PLANNERS:
+        raise OptionError.unknown("planner", name, PLANNERS)
+    planner = PLANNERS[name]
+    allowed = list(getattr(planner, "__dataclass_fields__", {}))
+    for option in options:
+        if option not in allowed:
+            raise OptionError.unknown(f"option of planner {name!r}", option, allowed)
+    return planner(**options)
+
+
+def minimum_plan(program: Program, planner: Planner) -> Plan:
+    """The plan with the smallest peak that ``planner`` finds, by bisection on the budget.
+
+    A planner is not monotone in the budget, so this is the smallest that was found, not a proof.
+    Deterministic; at most 24 runs of the planner.
+    """
+    return _minimum(program, planner)[1]
+
+
+def _minimum(program: Program, planner: Planner) -> tuple[int, Plan]:
+    """A budget at which ``planner`` finds a plan, as small as could be found, and that plan."""
+    quick = planner.for_minimum()
+    baseline = keep_all(program)
+    high = found_at = replay(program, baseline)[0].peak_bytes
+    low = lower_bound_bytes(program) - 1  # infeasible
+    quick_plan: Plan | None = None
+    for run in range(_MOST_RUNS):
+        # Within a thousandth is near enough; the lower bound itself is worth the first try.
+        if high - low <= max(1, high // 1024):
+            break
+        budget_bytes = low + 1 if run == 0 else (low + high) // 2
+        try:
+            quick_plan = quick.plan(program, budget_bytes)
+        except InfeasibleBudgetError:
+            low = budget_bytes
+            continue
+        found_at = budget_bytes
+        high = replay(program, quick_plan, planner.link)[0].peak_bytes
+    if quick_plan is None:
+        return high, baseline
+    # A plan may need less than the budget that it was found at; but the budget that is named must
+    # be one at which the planner itself succeeds.
+    for budget_bytes in dict.fromkeys((high, found_at)):
+        try:
+            return budget_bytes, planner.plan(program, budget_bytes)
+        except InfeasibleBudgetError:
+            continue
+    return found_at, quick_plan
+
+
+def infeasible(program: Program, budget_bytes: int, planner: Planner) -> InfeasibleBudgetError:
+    """The error to raise: what the smallest budget is, and what stands in its way."""
+    minimum_bytes, plan = _minimum(program, planner)
+    timeline, stats = replay(program, plan, planner.link)
+    resident = sorted(
+        (program.storages[s] for s in timeline.peak_resident),
+        key=lambda s: (-s.size_bytes, s.id),
+    )
+    return InfeasibleBudgetError(
+        budget_bytes,
+        minimum_bytes=minimum_bytes,
+        operator=stats.peak_operator,
+        largest=[(s.name, s.size_bytes) for s in resident[:5]],
+    )

@@ -1,0 +1,1 @@
+"""Programs, plans and the referee. Nothing here imports torch."""
