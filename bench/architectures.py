@@ -708,8 +708,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--names", help="comma-separated; all by default")
-    budgets = ",".join(BUDGETS).replace("%", "%%")
-    parser.add_argument("--budgets", help=f"comma-separated, by default {budgets}")
+    usual = ",".join(BUDGETS).replace("%", "%%")
+    parser.add_argument("--budgets", help=f"comma-separated, by default {usual}")
     parser.add_argument("--inductor", action="store_true", help="some of them, under Inductor")
     parser.add_argument("--quick", action="store_true", help="the smallest alone, at 50 %%")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
