@@ -14,6 +14,7 @@ from dtrcompile.options import Budget, Options, reset_defaults, set_defaults
 from dtrcompile.passes.declared import declare_operator
 from dtrcompile.passes.errors import (
     CaptureError,
+    ChangedTorchError,
     DTRError,
     InfeasibleBudgetError,
     MissingExtraError,
@@ -54,6 +55,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Budget",
     "CaptureError",
+    "ChangedTorchError",
     "CompileReport",
     "DTRError",
     "InfeasibleBudgetError",

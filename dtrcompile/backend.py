@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
+from dtrcompile import artifacts
 from dtrcompile.beside import Beside
 from dtrcompile.ledger import Ledger, forget_steps, ledger_of, more_graphs_follow
 from dtrcompile.options import Options, defaults_used, forget_defaults_used
@@ -36,26 +37,23 @@ from dtrcompile.passes.fitting.fit import (
     Terms,
     constant_bytes,
     fit,
-    placeholders,
 )
-from dtrcompile.passes.fitting.inductor_model import (
-    InductorModel,
-    device_of,
-    is_planned,
-    planned_config,
-    schedule_of,
-)
+from dtrcompile.passes.fitting.inductor_model import InductorModel, ScheduleSizeModel
 from dtrcompile.passes.fitting.measured import Measured
-from dtrcompile.passes.graphs.capture import Captured, capture, output_arguments
+from dtrcompile.passes.graphs.capture import Captured, capture
+from dtrcompile.passes.graphs.emit import lower_frees
 from dtrcompile.passes.graphs.executor import EagerExecutor, Predicted
+from dtrcompile.passes.graphs.modules import copied_module, output_arguments, placeholders
 from dtrcompile.passes.graphs.recompute_tags import tag_scopes
 from dtrcompile.passes.graphs.recurrent import unroll_recurrent
 from dtrcompile.passes.graphs.regions import inline_regions
-from dtrcompile.passes.inductor.bug_fixes import repaired
+from dtrcompile.passes.inductor import LoweredStep, Wrapper, schedule_trace, trace
 from dtrcompile.passes.inductor.guards import noting_guards
-from dtrcompile.passes.inductor.trace import Wrapper, copied_module, remembering_strides
-from dtrcompile.passes.nodes import hint
+from dtrcompile.passes.inductor.patches import Purpose, applied
+from dtrcompile.passes.inductor.step import device_of, is_planned, planned_config
+from dtrcompile.passes.nodes import hint, mark_of
 from dtrcompile.passes.planning.planners import make_planner
+from dtrcompile.passes.program import io
 from dtrcompile.passes.program.plan import Boundary
 from dtrcompile.passes.program.program import StorageKind
 from dtrcompile.passes.program.replay import replay
@@ -82,13 +80,19 @@ from dtrcompile.passes.torch_private import (
 )
 from dtrcompile.planned import Assignment, Code, Planned, around_bytes
 from dtrcompile.probe import ProbedPlan, is_probing
-from dtrcompile.report import CompileReport, add_report, next_graph_index
+from dtrcompile.report import CompileReport, add_report, next_graph_index, reports
 from dtrcompile.shared_graph import Returned, SharedGraph
 from dtrcompile.source_hash import package_hash
 from dtrcompile.step_peak import StepPeak
 from dtrcompile.symbols import Symbols
 
 log = logging.getLogger("dtrcompile")
+
+# What a report says of the compiled code.
+VERIFIED = "verified: it holds what is promised"
+NOT_YET = "not verified yet: the last graph of the step is still to be compiled"
+UNVERIFIED = "not verified: "
+COUNTED = "every byte is counted as it runs"
 
 _UNSPLIT = (
     "above 1 MiB, blocks may be up to 1 MiB larger than tensors, and each counts as that; with"
@@ -335,6 +339,7 @@ class _Session:
         is_over: what was compiled on a guess holds more than the budget.
         is_replaced: the graph was compiled again since, so its report is another's.
         around_bytes: of a training step, what is there when an optimizer steps.
+        verification: whether the compiled code was held to the promise, for the report.
     """
 
     options: Options
@@ -351,6 +356,7 @@ class _Session:
     is_over: bool = False
     is_replaced: bool = False
     around_bytes: int = 0
+    verification: str = NOT_YET
     _planned: tuple[Outcome, Planned] | None = None
 
     def planned(self) -> Planned | None:
@@ -428,6 +434,26 @@ class _Session:
         )
         _report(self)
 
+    def verify(self, measured: Measured) -> None:
+        """The compiled code was looked at, and is within the budget: it is what is promised now."""
+        assert self.outcome is not None
+        is_other = measured.peak_bytes != self.outcome.measured.peak_bytes
+        if is_other:
+            log.info(
+                "the final schedule holds %s, not %s",
+                format_bytes(measured.peak_bytes),
+                format_bytes(self.outcome.measured.peak_bytes),
+            )
+            self.outcome = self.outcome.holding(measured)
+        self.verification = VERIFIED
+        _report(self, is_logged=is_other)
+
+    def leave_unverified(self, why: str) -> None:
+        """The compiled code cannot be looked at."""
+        if self.outcome is not None and self.verification != UNVERIFIED + why:
+            self.verification = UNVERIFIED + why
+            _report(self, is_logged=False)
+
     def see(self, baseline: Measured) -> None:
         """What the default split holds is known: a share of it may be other graphs' budget."""
         if baseline.backward_peak_bytes and self.options.is_share:
@@ -443,11 +469,8 @@ class _Session:
             format_bytes(measured.peak_bytes),
             format_bytes(self.outcome.measured.peak_bytes),
         )
-        chosen = self.outcome.chosen
-        if chosen is None:
-            self.outcome = replace(self.outcome, baseline_measured=measured)
-        else:
-            self.outcome = replace(self.outcome, chosen=replace(chosen, measured=measured))
+        self.outcome = self.outcome.holding(measured)
+        self.verification = VERIFIED
         _report(self)
 
     def restore(self) -> None:
@@ -554,7 +577,7 @@ def _available_bytes(captured: Captured, beside: Beside) -> int | None:
     return int(free_bytes + cached_bytes + held_bytes + beside.present_bytes)
 
 
-def _report(session: _Session) -> None:
+def _report(session: _Session, *, is_logged: bool = True) -> None:
     if session.is_replaced:
         return
     outcome, options = session.outcome, session.options
@@ -596,6 +619,8 @@ def _report(session: _Session) -> None:
             lowering_s=outcome.lowering_s,
             outside_bytes=outcome.rest.outside_bytes,
             step_peak_bytes=rest.outside_bytes + measured.peak_with(rest),
+            baseline_step_peak_bytes=rest.outside_bytes + outcome.baseline_measured.peak_with(rest),
+            verification=session.verification,
             beside=beside.resident,
             optimizer_step_bytes=beside.in_step_bytes(around) if around else 0,
             first_optimizer_step_bytes=beside.in_first_step_bytes(around) if around else 0,
@@ -615,8 +640,29 @@ def _report(session: _Session) -> None:
             plan=session.assignment.number,
             sizes=str(session.assignment.sizes or ""),
             peak_formula=_formula_text(measured),
-        )
+        ),
+        is_logged=is_logged,
     )
+    _leave_artifacts(session)
+
+
+def _leave_artifacts(session: _Session) -> None:
+    """For who asks, where the plan and the compiler's schedule differ."""
+    outcome = session.outcome
+    if outcome is None or not artifacts.are_wanted():
+        return
+    program, plan = outcome.captured.program, outcome.plan
+    texts = {"program.json": io.to_json(program), "plan.txt": plan.to_text()}
+    by_sizes = outcome.measured.by_sizes
+    if isinstance(by_sizes, ScheduleSizeModel):
+        with at_sizes(session.assignment.sizes):
+            texts["schedule.json"] = schedule_trace.to_json(trace(by_sizes.lowered))
+    number = f"-plan{session.assignment.number}" if session.assignment.number else ""
+    name = f"graph{session.graph}{number}"
+    for report in reports():
+        if (report.graph, report.plan) == (session.graph, session.assignment.number):
+            texts["report.txt"] = f"{report}\n"
+    artifacts.leave(name, texts)
 
 
 def _formula_text(measured: Measured) -> str:
@@ -664,6 +710,8 @@ class DTRPartitioner(CustomPartitionerFn):
             return forward, backward
         emitted = outcome.chosen.emitted
         assert emitted.backward is not None
+        lower_frees(emitted.forward)
+        lower_frees(emitted.backward)
         return emitted.forward, emitted.backward
 
     def uuid(self) -> object:
@@ -712,11 +760,17 @@ def _inner_compile(
     """Stands in for Inductor's ``compile_fx_inner``: plans inference graphs, keeps plans' order."""
     if kwargs.get("is_inference", False):
         gm = _plan_inference(session, gm)
+        lower_frees(gm)
     as_planned = planned_config() if is_planned(gm) else contextlib.nullcontext()
-    with remembering_strides(), repaired(), as_planned:
+    with applied(Purpose.EVERY_COMPILATION), as_planned:
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
-    if session.options.verify and isinstance(compiled, CompiledFxGraph):
-        _check_final(session, gm, compiled, is_backward=bool(kwargs.get("is_backward", False)))
+    is_backward = bool(kwargs.get("is_backward", False))
+    if not session.options.verify:
+        session.leave_unverified("the option 'verify' is off")
+    elif isinstance(compiled, CompiledFxGraph):
+        _check_final(session, gm, compiled, is_backward=is_backward)
+    else:
+        session.leave_unverified("Inductor returned no Python wrapper that could be run")
     return compiled
 
 
@@ -747,10 +801,15 @@ def _check_final(
     if outcome is None:
         return
     captured = outcome.captured
-    wrapper = Wrapper(compiled.source_code, dict(compiled.constants or {}))
+    wrapper = replace(
+        _lowered_before(outcome, is_backward=is_backward),
+        source=compiled.source_code,
+        constants=dict(compiled.constants or {}),
+    )
     if is_backward:
         if not session.wrappers:
-            return  # a backward whose forward was a no-op, or compiled in another session
+            session.leave_unverified("forward was not compiled in this process with backward")
+            return
         del session.wrappers[1:], session.graphs[1:]  # one that was refused
     else:
         session.wrappers.clear()
@@ -761,15 +820,14 @@ def _check_final(
     if backward_follows and not outcome.is_guess:
         return
     with at_sizes(session.assignment.sizes):
-        measured = schedule_of(
-            captured,
-            session.graphs,
-            session.wrappers[0],
-            (lambda _: session.wrappers[1]) if is_backward else None,
-        )
+        backward = session.wrappers[1] if is_backward else None
+        final = LoweredStep(captured, tuple(session.graphs), session.wrappers[0], backward)
+        measured = replace(Measured.of(trace(final)), by_sizes=ScheduleSizeModel(final))
     if outcome.is_guess:
         if backward_follows:
             measured = measured.with_backward(outcome.baseline_measured)
+        else:
+            session.verification = VERIFIED
         session.learn(measured, is_guess=backward_follows)
         if is_backward and session.is_over:
             guess = outcome.baseline[2].peak_bytes
@@ -781,32 +839,41 @@ def _check_final(
                 " please report the model."
             )
         return
-    promised = outcome.measured.peak_bytes
+    peak_bytes = measured.peak_with(outcome.rest)
+    promised = outcome.measured.peak_with(outcome.rest)
     budget_bytes = outcome.budget_bytes
     if budget_bytes is not None:
         budget_bytes -= outcome.rest.outside_bytes
     allowed = promised if budget_bytes is None else max(budget_bytes, promised)
-    log.debug(
-        "final schedule %s, promised %s", format_bytes(measured.peak_bytes), format_bytes(promised)
-    )
-    if measured.peak_bytes > allowed:
+    log.debug("final schedule %s, promised %s", format_bytes(peak_bytes), format_bytes(promised))
+    if peak_bytes > allowed:
         if is_backward and keeps_graph():
             # Backward may not write over what forward saved, as it was planned to.
             if budget_bytes is None:
                 session.keep_graph(measured)
                 return
             raise VerificationError(
-                f"backward(retain_graph=True) holds {measured.peak_bytes} bytes at"
+                f"backward(retain_graph=True) holds {peak_bytes} bytes at"
                 f" {measured.peak_at!r}, more than the {allowed} promised: what forward saved must"
                 " survive it. Set torch._functorch.config.donated_buffer = False before the model"
                 " is compiled, and it is planned so."
             )
         raise VerificationError(
-            f"Inductor's final schedule holds {measured.peak_bytes} bytes at"
+            f"Inductor's final schedule holds {peak_bytes} bytes at"
             f" {measured.peak_at!r}, more than the {allowed} promised. Lower the budget by"
-            f" {measured.peak_bytes - allowed} bytes, or pass options={{'verify': False}} to accept"
+            f" {peak_bytes - allowed} bytes, or pass options={{'verify': False}} to accept"
             " the overrun; and please report the model."
         )
+    session.verify(measured)
+
+
+def _lowered_before(outcome: Outcome, *, is_backward: bool) -> Wrapper:
+    """What was read while the graph was planned, which tells what each buffer belongs to."""
+    by_sizes = outcome.measured.by_sizes
+    found = None
+    if isinstance(by_sizes, ScheduleSizeModel):
+        found = by_sizes.lowered.backward if is_backward else by_sizes.lowered.forward
+    return Wrapper("", {}) if found is None else found
 
 
 # --- the eager executor ---------------------------------------------------------------------------
@@ -816,6 +883,7 @@ def _compile_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], session: _Session
 ) -> Callable[..., Any]:
     options = session.options
+    session.verification = COUNTED
 
     def partition(
         joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -871,9 +939,9 @@ def _executor(session: _Session, module: fx.GraphModule, phase: str) -> EagerExe
         if s.is_constant and (phase == "backward" or s.kind is not StorageKind.TANGENT)
     }
     here = {
-        n.meta["dtr_storage"]
+        storage
         for n in module.graph.nodes
-        if n.op in ("placeholder", "get_attr") and "dtr_storage" in n.meta
+        if n.op in ("placeholder", "get_attr") and (storage := mark_of(n).storage) is not None
     }
     elsewhere = constants - here
     if phase == "backward":

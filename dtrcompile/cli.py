@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, TextIO
 
 import dtrcompile
 from dtrcompile.options import Budget, Options
-from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, OptionError, format_bytes
+from dtrcompile.passes.errors import (
+    ChangedTorchError,
+    DTRError,
+    InfeasibleBudgetError,
+    OptionError,
+    format_bytes,
+)
 
 if TYPE_CHECKING:
     from dtrcompile.passes.program.host_link import HostLink
@@ -59,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions and devices, for a bug report")
     info.set_defaults(run=_info)
 
+    patches = commands.add_parser(
+        "patches", help="compare what is used and replaced in torch with what was read of it"
+    )
+    patches.add_argument("--hashes", action="store_true", help="print the hashes for the table")
+    patches.set_defaults(run=_patches)
+
     demo = commands.add_parser(
         "demo", help="train a small GPT without a budget, at 40%% and at the minimum"
     )
@@ -90,7 +102,40 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--host-link", type=float, metavar="GB/S", help=_HOST_LINK)
     replay.add_argument("--steps", action="store_true", help="print the bytes at every step")
     replay.set_defaults(run=_replay)
+
+    gap = commands.add_parser(
+        "gap",
+        help="where a plan and the compiler's schedule differ, operator by operator",
+        description="DTRCOMPILE_ARTIFACTS=FOLDER has each compilation write the three files.",
+    )
+    gap.add_argument("program", type=Path, help="a program file")
+    gap.add_argument("plan", type=Path, help="a plan file")
+    gap.add_argument("schedule", type=Path, help="a schedule file")
+    gap.add_argument("--most", type=_positive, default=20, help="steps to print (default: 20)")
+    gap.set_defaults(run=_gap)
     return parser
+
+
+def _patches(arguments: argparse.Namespace) -> None:
+    from dtrcompile.passes.private_names import is_there, private_names
+
+    names = private_names()
+    gone = [f"{module}.{name}" for module, name in names if not is_there(module, name)]
+    release = metadata.version("torch")
+    print(f"torch {release}: {len(names)} private names, {len(gone)} of them gone")
+    if gone:
+        raise ChangedTorchError(gone, "gone from this PyTorch")
+    from dtrcompile.passes.inductor.patches import PATCHES, State, source_hash, state_of
+
+    states = {patch.target: state_of(patch) for patch in PATCHES}
+    for patch in PATCHES:
+        state = states[patch.target]
+        has_source = arguments.hashes and state is not State.GONE
+        more = source_hash(patch.original) if has_source else patch.why
+        print(f"{state.value:8}  {patch.target:46}  {more}")
+    changed = [target for target, state in states.items() if state is not State.SAME]
+    if changed:
+        raise ChangedTorchError(changed, "replaced in Inductor, and not as it was read")
 
 
 def _positive(text: str) -> int:
@@ -194,6 +239,17 @@ def _replay(parsed: argparse.Namespace) -> None:
         for index, (step, during, after) in enumerate(rows):
             print(f"{index:>7} {during:>15} {after:>15}  {step}")
     _print_stats(program, plan, link, file=sys.stdout)
+
+
+def _gap(parsed: argparse.Namespace) -> None:
+    from dtrcompile.passes.fitting.gap import gap_text
+    from dtrcompile.passes.inductor.schedule_trace import from_json
+    from dtrcompile.passes.program.plan import Plan
+
+    program = _read_program(parsed.program)
+    plan = Plan.from_text(_read_text(parsed.plan))
+    schedule = from_json(_read_text(parsed.schedule))
+    print(gap_text(program, plan, schedule, parsed.most))
 
 
 def _host_link(parsed: argparse.Namespace) -> HostLink | None:

@@ -14,15 +14,15 @@ from torch import fx
 
 from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.passes.device.allocators import Allocator
-from dtrcompile.passes.fitting.fit import Outcome, Terms, holding, placeholders
+from dtrcompile.passes.fitting.fit import Outcome, Terms, holding
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.fitting.sharing import GraphBytes, Rest, without_rest
 from dtrcompile.passes.graphs.capture import (
     NOTHING_HANDED_ON,
     Captured,
     HandedOn,
-    output_arguments,
 )
+from dtrcompile.passes.graphs.modules import output_arguments, placeholders
 from dtrcompile.passes.nodes import value
 from dtrcompile.passes.program.plan import Boundary, Free, Plan
 from dtrcompile.passes.program.program import Program, StorageKind

@@ -55,6 +55,9 @@ class CompileReport:
         optimizer_step_bytes: the most that is there inside of ``optimizer.step()``; 0 where no
             optimizer is counted.
         first_optimizer_step_bytes: the same of the next step alone, which may make the state.
+        baseline_step_peak_bytes: the same, if this graph held what it does without a budget.
+        verification: ``"verified"``: the compiled code holds what is promised; else why that was
+            not looked at, or not yet.
         notes: what else the user should know.
         plan: number of the plan among those of its graph, where sizes are symbolic.
         sizes: the values of symbolic sizes that the plan was made for, such as ``"s0 = 512"``.
@@ -84,6 +87,8 @@ class CompileReport:
     beside: Mapping[str, int] = field(default_factory=dict)
     optimizer_step_bytes: int = 0
     first_optimizer_step_bytes: int = 0
+    baseline_step_peak_bytes: int = 0
+    verification: str = ""
     notes: tuple[str, ...] = ()
     plan: int = 0
     sizes: str = ""
@@ -143,6 +148,8 @@ class CompileReport:
             rows.append(("optimizer.step()", format_bytes(self.optimizer_step_bytes)))
         if self.lowering_s:
             rows.append(("schedule check", f"{self.lowering_s:.2f} s"))
+        if self.verification:
+            rows.append(("compiled code", self.verification))
         rows += [("note", note) for note in self.notes]
         width = max(len(name) for name, _ in rows)
         plan = f", plan {self.plan}" if self.sizes else ""
@@ -216,7 +223,7 @@ def next_graph_index() -> int:
         return index
 
 
-def add_report(report: CompileReport) -> None:
+def add_report(report: CompileReport, *, is_logged: bool = True) -> None:
     """Keep ``report`` for `reports`, in place of an earlier one of the same plan, and log it."""
     with _store.lock:
         earlier = [(r.graph, r.plan) for r in _store.reports]
@@ -225,7 +232,7 @@ def add_report(report: CompileReport) -> None:
         else:
             _store.reports.append(report)
         _store.added += 1
-    logger.info("%s", report)
+    logger.log(logging.INFO if is_logged else logging.DEBUG, "%s", report)
 
 
 def compilations() -> int:

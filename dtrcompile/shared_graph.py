@@ -17,8 +17,8 @@ from dtrcompile.family import Family, Values
 from dtrcompile.options import BudgetKind
 from dtrcompile.outside import called_at, look_at_backward
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.fitting.inductor_model import device_of
 from dtrcompile.passes.graphs.capture import NOTHING_HANDED_ON
+from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.torch_private import (
     SkipFrame,

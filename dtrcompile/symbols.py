@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from dtrcompile.passes.fitting.fit import placeholders
+from dtrcompile.passes.graphs.modules import placeholders
 from dtrcompile.passes.program.sizes import Sizes
 
 

@@ -210,6 +210,24 @@ class UnsupportedTorchError(DTRError):
         return UnsupportedTorchError, (self.version, self.oldest, self.newest, self.variable)
 
 
+class ChangedTorchError(DTRError):
+    """The installed PyTorch is not what was read of it.
+
+    Attributes:
+        names: private names that are gone, or functions whose source has changed.
+    """
+
+    def __init__(self, names: Sequence[str], what: str) -> None:
+        self.names, self.what = tuple(names), what
+        super().__init__(
+            f"{', '.join(names)}: {what}. Use a supported release of PyTorch; to support this one,"
+            " docs/releases.md says what to read and to mend."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ChangedTorchError, (self.names, self.what)
+
+
 def _rebuild_time_limit(budget_bytes: int, time_limit_s: float) -> TimeLimitError:
     return TimeLimitError(budget_bytes, time_limit_s=time_limit_s)
 

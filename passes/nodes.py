@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -37,6 +38,50 @@ class Role(enum.Enum):
     ITEM = enum.auto()
     FUSED = enum.auto()
     KERNEL = enum.auto()
+
+
+_MARK = "dtr"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What was decided about a node, for those who see it later; it goes with the node's copies.
+
+    Attributes:
+        operator: of the program, of a node that is a kernel.
+        output_of: the operator of the program that the node gives a storage to.
+        step: of the plan that it was emitted for.
+        group: equal for neighbouring steps that were one kernel in the default split.
+        storage: of the program, of its owner.
+        size_bytes: of a constant's storage, where several inputs share it.
+        is_buffer: it has to become a buffer, though it could be computed inside of its readers.
+        recomputes: the node that it computes again.
+        room_bytes: what its kernel may hold inside for the sake of its speed.
+    """
+
+    operator: int | None = None
+    output_of: int | None = None
+    step: int | None = None
+    group: int | None = None
+    storage: int | None = None
+    size_bytes: int | None = None
+    is_buffer: bool = False
+    recomputes: str = ""
+    room_bytes: int = 0
+
+
+_UNMARKED = Mark()
+
+
+def mark_of(node: fx.Node) -> Mark:
+    """What was decided about a node."""
+    found: Mark = node.meta.get(_MARK, _UNMARKED)
+    return found
+
+
+def mark(node: fx.Node, **changes: Any) -> None:
+    """Decide about a node; ``changes`` are fields of `Mark`."""
+    node.meta[_MARK] = replace(mark_of(node), **changes)
 
 
 # Inductor lowers these to loops although they carry neither the pointwise nor the reduction tag.

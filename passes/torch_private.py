@@ -122,6 +122,7 @@ from torch._functorch import config as functorch_config
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
 from torch._C import _storage_Use_Count as storage_use_count
+from torch._logging import trace_structured
 from torch.utils.checkpoint import CheckpointPolicy
 
 

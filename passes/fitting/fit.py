@@ -15,8 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.measured import Measured, SizeModel
 from dtrcompile.passes.fitting.peak_formula import StepFormulas
@@ -209,6 +207,12 @@ class Outcome:
     def measured(self) -> Measured:
         """What will be compiled holds."""
         return self.baseline_measured if self.chosen is None else self.chosen.measured
+
+    def holding(self, measured: Measured) -> Outcome:
+        """The same, where what will be compiled holds this."""
+        if self.chosen is None:
+            return replace(self, baseline_measured=measured)
+        return replace(self, chosen=replace(self.chosen, measured=measured))
 
     @property
     def plan(self) -> Plan:
@@ -677,8 +681,3 @@ def constant_bytes(captured: Captured) -> dict[StorageKind, int]:
         if storage.kind in totals and not storage.is_handed_on:
             totals[storage.kind] += size_bytes
     return totals
-
-
-def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
-    """A graph's inputs in order."""
-    return [n for n in gm.graph.nodes if n.op == "placeholder"]

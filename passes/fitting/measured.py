@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dtrcompile.passes.fitting.sharing import GraphBytes, Rest
+from dtrcompile.passes.inductor.schedule_trace import ScheduleTrace, split_of
+from dtrcompile.passes.program.program import Phase
 from dtrcompile.passes.program.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -65,6 +67,28 @@ class Measured:
     written_over: frozenset[int] = frozenset()
     draws: tuple[int, ...] = ()
     by_sizes: SizeModel | None = field(default=None, compare=False, repr=False)
+
+    @staticmethod
+    def of(trace: ScheduleTrace) -> Measured:
+        """What a schedule holds."""
+        forward, backward = trace.peak(Phase.FORWARD), trace.peak(Phase.BACKWARD)
+        assert forward is not None
+        peak = forward
+        if backward is not None and backward.live_bytes > forward.live_bytes:
+            peak = backward
+        return Measured(
+            peak_bytes=peak.live_bytes,
+            peak_at=peak.taken.line,
+            split=split_of(trace, peak.taken.moment),
+            forward_peak_bytes=forward.live_bytes,
+            backward_peak_bytes=0 if backward is None else backward.live_bytes,
+            boundary_bytes=trace.boundary_bytes(),
+            saved_bytes=trace.saved_bytes(),
+            step_bytes=trace.step_bytes(),
+            workspace_bytes=trace.workspace_bytes(),
+            written_over=trace.written_over,
+            draws=trace.draws,
+        )
 
     def peak_with(self, rest: Rest) -> int:
         """As `GraphBytes.peak_with`."""

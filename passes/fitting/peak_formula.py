@@ -13,6 +13,8 @@ for (`passes.workspaces`), and at the few moments that are left only.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -23,18 +25,10 @@ import sympy
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.errors import format_bytes
 from dtrcompile.passes.fitting.measured import Measured
-from dtrcompile.passes.program.sizes import Sizes
+from dtrcompile.passes.inductor.schedule_trace import Cause, ScheduleTrace
+from dtrcompile.passes.program.program import Phase
+from dtrcompile.passes.program.sizes import Measurable, Sizes, Term
 
-
-@dataclass(frozen=True, eq=False)
-class Measurable:
-    """A term that is no expression, but can be found at any sizes; compared by identity."""
-
-    name: str
-    bytes_at: Callable[[Sizes], int]
-
-
-Term: TypeAlias = "sympy.Expr | Measurable"
 Moment: TypeAlias = Mapping[Term, int]
 """Term -> how often it is held at that moment."""
 
@@ -230,6 +224,27 @@ class Moments:
     backward: Sequence[Moment]
     boundary: Moment
     saved: Moment
+
+
+def moments_of(trace: ScheduleTrace) -> Moments:
+    """Of a schedule that was traced in symbols; a formula rounds to blocks by itself."""
+    found: dict[Phase, list[Moment]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+    held: Counter[Term] = Counter()
+    at_boundary: Counter[Term] = Counter()
+    saved: Counter[Term] = Counter()
+    events = [e for e in trace.events if e.cause is not Cause.ROUNDING]
+    for event, following in itertools.zip_longest(events, events[1:]):
+        assert event.size is not None
+        count = -1 if event.is_given_back else 1
+        held[event.size] += count
+        if not held[event.size]:
+            del held[event.size]
+        if event.phase is Phase.FORWARD:
+            at_boundary = +held
+            saved[event.size] += count * (event.serial in trace.saved)
+        if not event.is_given_back and (following is None or following.moment != event.moment):
+            found[event.phase].append(dict(held))
+    return Moments(found[Phase.FORWARD], found[Phase.BACKWARD], at_boundary, +saved)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dtrcompile.passes.fitting.peak_formula import Moment, Moments, Term
+from dtrcompile.passes.fitting.peak_formula import Moment, Moments
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
 from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.program.sizes import Term
 
 
 def plan_moments(

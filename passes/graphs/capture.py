@@ -18,8 +18,8 @@ What is approximate: Inductor may also inline a cheap value into several kernels
 cluster.  The schedule that Inductor makes of the emitted graphs is read back by `schedule` and is
 what the promise is made of; the program only has to be good enough to plan with.  So that
 `schedule` can say what a library call held, each KERNEL node carries the number of its operator,
-``meta["dtr_operator"]``, and so do its copies in emitted graphs; what owns an operator's storage
-carries it as ``meta["dtr_output"]``.
+``operator`` in its `nodes.Mark`, and so do its copies in emitted graphs; what owns an operator's
+storage carries it as ``output_of``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.device.allocators import EXACT, Allocator
 from dtrcompile.passes.device.costs import CostModel
 from dtrcompile.passes.errors import CaptureError
+from dtrcompile.passes.graphs.modules import output_arguments
 from dtrcompile.passes.nodes import (
     Role,
     draws_random_numbers,
@@ -48,6 +48,7 @@ from dtrcompile.passes.nodes import (
     is_mutating,
     is_sequence,
     is_tensor,
+    mark,
     mutated_arguments,
     numel,
     owned_bytes,
@@ -295,12 +296,6 @@ class Captured:
     def owner(self, node: fx.Node) -> fx.Node:
         """The node that owns the storage of a tensor node's value, through views."""
         return owner(node, self.same_value)
-
-
-def output_arguments(gm: fx.GraphModule) -> list[object]:
-    """What a graph returns, flat: nodes, None and numbers."""
-    (node,) = gm.graph.find_nodes(op="output")
-    return list(pytree.tree_leaves(node.args[0], is_leaf=lambda x: x is None))
 
 
 def owner(node: fx.Node, same_value: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -798,7 +793,7 @@ class _Capture:
         written |= {storage_of[n] for n in self._written_after_forward() if n in storage_of}
 
         for node in self.calls:
-            node.meta.pop("dtr_output", None)  # of a capture in another order
+            mark(node, output_of=None)  # of a capture in another order
         operators: list[Operator] = []
         boundary: int | None = None
         for cap in captured:
@@ -831,9 +826,9 @@ class _Capture:
             o = len(operators)
             for node in cap.nodes:
                 if self.roles[node] is Role.KERNEL:
-                    node.meta["dtr_operator"] = o
+                    mark(node, operator=o)
             for node in cap.outputs:
-                node.meta["dtr_output"] = o
+                mark(node, output_of=o)
             outputs = [
                 add(
                     node,

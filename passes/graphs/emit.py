@@ -2,11 +2,9 @@
 
 Walks the plan's steps and copies, for each `Compute`, the operator's nodes into the graph of the
 phase it runs in.  Uses refer to the newest copy of a storage; views are made again from it at each
-step.  A recomputed copy is called ``<node>_remat<k>`` and carries ``meta["dtr_remat_of"]``; every
-node carries ``meta["dtr_step"]``, the index of its step, and ``meta["dtr_group"]``, the same for
-neighbouring steps that were one kernel in the baseline; owners of storages carry
-``meta["dtr_storage"]``.  Each `Free` becomes a call of `free`; `lower_frees` takes them out again
-for Inductor, whose wrapper frees at the last use.
+step.  A recomputed copy is called ``<node>_remat<k>``; what was decided about a node stands in its
+`nodes.Mark`: its step, its group, the storage that it owns.  Each `Free` becomes a call of `free`;
+`lower_frees` takes them out again for Inductor, whose wrapper frees at the last use.
 
 The outputs keep the partitioner's contract (torch ``_functorch/partitioners.py``,
 ``_extract_fwd_bwd_modules``): forward returns the user's outputs, then saved tensors with a version
@@ -25,13 +23,15 @@ import torch
 from torch import fx
 
 from dtrcompile.passes.errors import CaptureError
-from dtrcompile.passes.graphs.capture import Captured, output_arguments, view_base
+from dtrcompile.passes.graphs.capture import Captured, view_base
+from dtrcompile.passes.graphs.modules import output_arguments
 from dtrcompile.passes.nodes import (
     Role,
     attribute,
     is_mutating,
     is_sequence,
     is_tensor,
+    mark,
     role,
     value,
 )
@@ -131,10 +131,10 @@ class _Emitter:
         for original, forward_node in (*scalars, *tensors, *opaque):
             placeholder = backward.graph.placeholder(forward_node.name)
             placeholder.meta = dict(forward_node.meta)
-            placeholder.meta.pop("dtr_step", None)
+            mark(placeholder, step=None)
             if is_tensor(original) and original.op == "call_function":
                 s = captured.storage_of[captured.owner(original)]
-                placeholder.meta["dtr_storage"] = s
+                mark(placeholder, storage=s)
                 backward.owned[s] = placeholder
             else:
                 backward.fixed[original] = placeholder
@@ -166,7 +166,7 @@ class _Emitter:
                 owner = g.fixed[self.captured.storage_nodes[step.storage]]
             if owner is not None:
                 node = g.graph.call_function(free, (owner,))
-                node.meta["dtr_step"] = self.step
+                mark(node, step=self.step)
 
     def _compute(self, g: _Graph, o: int) -> None:
         operator = self.captured.operators[o]
@@ -184,11 +184,11 @@ class _Emitter:
                     continue  # still resident: the duplicate of a multi-output operator
                 copy = self._copy(g, node, members, step_local)
                 s = self.captured.storage_of[node]
-                copy.meta["dtr_storage"] = s
+                mark(copy, storage=s)
                 if role(node) in (Role.FUSED, Role.ITEM):
                     # Inductor would write a cheap loop into each of its readers, which keeps what
                     # the loop reads alive until the last of them.
-                    copy.meta["dtr_realize"] = True
+                    mark(copy, is_buffer=True)
                 g.owned[s] = copy
             elif kind is Role.VIEW or (kind is Role.ITEM and view_base(node) is not None):
                 # A view kept over a free would hold its storage: made again at each step.
@@ -229,10 +229,9 @@ class _Emitter:
         )
         copy.meta = dict(node.meta)
         if self.step >= 0:  # not for numbers and for the views that are returned
-            copy.meta["dtr_step"] = self.step
-            copy.meta["dtr_group"] = self.group
+            mark(copy, step=self.step, group=self.group)
         if k and role(node) in (Role.FUSED, Role.KERNEL):
-            copy.meta["dtr_remat_of"] = node.name
+            mark(copy, recomputes=node.name)
         return copy
 
     def _value(
@@ -297,9 +296,9 @@ class _Emitter:
     def _mark_constant(self, node: fx.Node, original: fx.Node) -> None:
         if original in self.captured.storage_of:
             s = self.captured.storage_of[original]
-            node.meta["dtr_storage"] = s
+            mark(node, storage=s)
             if self.captured.storage_nodes[s] is not original or s in self.shared:
-                node.meta["dtr_size_bytes"] = self.program.storages[s].size_bytes
+                mark(node, size_bytes=self.program.storages[s].size_bytes)
 
     def _scalars(self, g: _Graph, gm: fx.GraphModule) -> None:
         """Emit numbers that depend only on inputs; the rest follow the operator they come from."""
@@ -380,7 +379,6 @@ class _Emitter:
         gm = make_graph_module(g.attributes, g.graph)
         gm.training = root.training
         gm.meta = dict(root.meta)
-        gm.meta["dtr_planned"] = True
         return gm
 
     # --- saved for backward ---------------------------------------------------------------------

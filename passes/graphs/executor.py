@@ -23,7 +23,7 @@ from torch import fx
 from dtrcompile.passes.device.workspaces import without_unasked
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.graphs.emit import free
-from dtrcompile.passes.nodes import Role, extent_bytes, is_sequence, role
+from dtrcompile.passes.nodes import Role, extent_bytes, is_sequence, mark_of, role
 from dtrcompile.passes.program.sizes import Sizes, at_sizes
 from dtrcompile.passes.torch_private import below_views
 
@@ -162,7 +162,7 @@ class EagerExecutor:
                 last[n] = index
         dies: list[list[fx.Node]] = [[] for _ in self.nodes]
         for node, index in last.items():
-            if "dtr_storage" not in node.meta:
+            if mark_of(node).storage is None:
                 dies[index].append(node)
         return dies
 
@@ -182,7 +182,7 @@ class EagerExecutor:
         for node in self.nodes:
             if node.op == "get_attr":
                 env[node] = _attribute(self.gm, str(node.target))
-                if isinstance(env[node], torch.Tensor) and "dtr_storage" in node.meta:
+                if isinstance(env[node], torch.Tensor) and mark_of(node).storage is not None:
                     owners[node] = env[node]  # type: ignore[assignment]
         for index, node in enumerate(self.nodes):
             if node.op == "placeholder":
@@ -201,13 +201,13 @@ class EagerExecutor:
                 env[node] = self._call(node, env)
                 if is_sequence(node) and role(node) is Role.KERNEL:
                     tuples[node] = env[node]
-            if "dtr_storage" in node.meta and node in env:
+            if mark_of(node).storage is not None and node in env:
                 owner = env[node]
                 if isinstance(owner, torch.Tensor):  # else an effect's token, which has no bytes
                     owners[node] = owner
-            step = node.meta.get("dtr_step")
+            step = mark_of(node).step
             ends_step = index + 1 == len(self.nodes) or (
-                self.nodes[index + 1].meta.get("dtr_step") != step
+                mark_of(self.nodes[index + 1]).step != step
             )
             if ends_step and step is not None and node.op == "call_function":
                 if node.target is not free:
@@ -261,7 +261,7 @@ class EagerExecutor:
         seen: set[object] = set()
         constants: set[int] = set()
         for node, tensor in owners.items():
-            s = node.meta["dtr_storage"]
+            s = mark_of(node).storage
             if s in self.constants:
                 if s not in constants:
                     with at_sizes(sizes):
@@ -282,7 +282,7 @@ class EagerExecutor:
     @staticmethod
     def constant_bytes(node: fx.Node, tensor: torch.Tensor) -> int:
         """Bytes of an input as the program counts them (several may share a storage)."""
-        size_bytes = node.meta.get("dtr_size_bytes")
+        size_bytes = mark_of(node).size_bytes
         return extent_bytes(tensor) if size_bytes is None else size_bytes
 
 

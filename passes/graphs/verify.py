@@ -11,6 +11,7 @@ from torch import fx
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.graphs.capture import Captured, view_base
 from dtrcompile.passes.graphs.emit import Emitted, free
+from dtrcompile.passes.nodes import mark_of
 from dtrcompile.passes.program.plan import Boundary, Compute, Plan, refuse_copies
 from dtrcompile.passes.program.program import StorageKind
 from dtrcompile.passes.program.replay import MemoryTimeline
@@ -42,14 +43,15 @@ def verify_emitted(
             if name not in returned and name not in originals:
                 raise VerificationError(f"backward takes {name!r}, which forward does not return")
         for node in emitted.backward.graph.nodes:
-            if node.meta.get("dtr_step", boundary + 1) <= boundary and node.op == "call_function":
+            step_index = mark_of(node).step
+            if step_index is not None and step_index <= boundary and node.op == "call_function":
                 raise VerificationError(f"{node.name!r} of a forward step is in backward")
     computed = {
-        n.meta["dtr_step"]
+        mark_of(n).step
         for gm in (emitted.forward, emitted.backward)
         if gm is not None
         for n in gm.graph.nodes
-        if n.op == "call_function" and n.target is not free and "dtr_step" in n.meta
+        if n.op == "call_function" and n.target is not free
     }
     for index, step in enumerate(plan.steps):
         if isinstance(step, Compute) and index not in computed:
@@ -75,17 +77,18 @@ def _walk(
                 raise VerificationError(
                     f"{node.name!r} uses {n.name!r}, freed at step {freed[base]}"
                 )
-        step = node.meta.get("dtr_step", -1)
+        mark = mark_of(node)
+        step = -1 if mark.step is None else mark.step
         if node.target is free:
             (owner,) = node.all_input_nodes
             if owner not in owners:
                 raise VerificationError(f"step {step} frees {owner.name!r}, not in memory")
             live_bytes -= sizes[owners.pop(owner)]
             freed[owner] = step
-        elif "dtr_storage" in node.meta and node.meta["dtr_storage"] not in resident:
-            owners[node] = node.meta["dtr_storage"]
+        elif mark.storage is not None and mark.storage not in resident:
+            owners[node] = mark.storage
             live_bytes += sizes[owners[node]]
-        ends_step = index + 1 == len(nodes) or nodes[index + 1].meta.get("dtr_step") != step
+        ends_step = index + 1 == len(nodes) or mark_of(nodes[index + 1]).step != mark.step
         if ends_step and node.op == "call_function" and 0 <= step < len(timeline.after_bytes):
             expected = timeline.after_bytes[step]
             if live_bytes != expected:

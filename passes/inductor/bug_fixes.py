@@ -5,29 +5,20 @@ Each is here for as long as a supported version of PyTorch has it.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
-from unittest import mock
 
 from dtrcompile.passes.torch_private import SchedulerNode, StarDep, WeakDep
 
 
-def repaired() -> contextlib.AbstractContextManager[Any]:
-    """Inductor, putting loops that read a buffer after what writes into it.
+def recompute_and_rename(node: Any, *args: Any, **kwargs: Any) -> None:
+    """In place of ``SchedulerNode.recompute_size_and_body``: what it forgets is put back.
 
     What reads a buffer that a scatter wrote into depends on the scatter by a new name for the
     buffer.  To fuse loops on the CPU, Inductor computes what a loop reads anew, and forgets the new
-    names (``SchedulerNode.recompute_size_and_body``; torch 2.12 and 2.13: unless it reads something
-    else by a dependency of its own making).  The loop may then run before the scatter, and read
-    zeros: in the backward of a U-Net, whose nearest upsampling is such a scatter, half of the
-    gradients.  PyTorch's pull request 185873 is about this (issue 185509 has it with max pooling),
-    177816 about the dependencies of its own making.  2.12 has the second, 2.14 both: there nothing
-    is left to do.
+    names (torch 2.12 and 2.13: unless it reads something else by a dependency of its own making).
+    The loop may then run before the scatter, and read zeros: in the backward of a U-Net, whose
+    nearest upsampling is such a scatter, half of the gradients.
     """
-    return mock.patch.object(SchedulerNode, "recompute_size_and_body", _recompute_and_rename)
-
-
-def _recompute_and_rename(node: Any, *args: Any, **kwargs: Any) -> None:
     made = [dep for dep in node.read_writes.reads if isinstance(dep, (WeakDep, StarDep))]
     _RECOMPUTE(node, *args, **kwargs)
     names = {dep.name for dep in node.read_writes.reads}

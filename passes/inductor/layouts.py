@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dtrcompile.passes.device.workspaces import workspace_bytes
-from dtrcompile.passes.nodes import value
+from dtrcompile.passes.nodes import mark, mark_of, value
 from dtrcompile.passes.torch_private import GraphLowering
 
 aten = torch.ops.aten
@@ -35,8 +35,6 @@ _DECIDE = GraphLowering.decide_layout_opt
 # Which arguments of convolution_backward: the gradient, the images, and how many groups.
 _IMAGES = (0, 1)
 _GROUPS = 9
-# What a kernel may hold inside for the sake of its speed.
-ROOM = "dtr_room_bytes"
 
 
 def prefers_channels_last(gm: fx.GraphModule, *, is_inference: bool) -> bool:
@@ -47,7 +45,7 @@ def prefers_channels_last(gm: fx.GraphModule, *, is_inference: bool) -> bool:
     return _DECIDE(gm, is_inference=is_inference) or any(
         _fits_channels_last(node)
         for node in gm.graph.nodes
-        if ROOM in node.meta and _device(node).type == "cpu"
+        if mark_of(node).room_bytes and _device(node).type == "cpu"
     )
 
 
@@ -85,7 +83,7 @@ def give_room(graphs: Iterable[fx.GraphModule], room_bytes: int) -> None:
     for gm in graphs:
         for node in gm.graph.nodes:
             if room_bytes and _is_grouped_gradient(node):
-                node.meta[ROOM] = room_bytes
+                mark(node, room_bytes=room_bytes)
 
 
 @contextlib.contextmanager
@@ -131,4 +129,4 @@ def _fits_channels_last(node: fx.Node) -> bool:
         )
         for layout in (torch.contiguous_format, torch.channels_last)
     )
-    return channels_last_bytes <= max(contiguous_bytes, node.meta.get(ROOM, 0))
+    return channels_last_bytes <= max(contiguous_bytes, mark_of(node).room_bytes)

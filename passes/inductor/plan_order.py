@@ -9,17 +9,13 @@ value into memory.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 from dtrcompile.passes.inductor.layouts import (
-    images_channels_last,
     lowered_in,
-    prefers_channels_last,
 )
+from dtrcompile.passes.nodes import mark_of
 from dtrcompile.passes.torch_private import (
     NHWC_STRIDE_ORDER,
     AllocateLine,
@@ -30,23 +26,22 @@ from dtrcompile.passes.torch_private import (
     TensorBox,
     V,
     is_match,
-    pattern_matcher,
 )
 
 
 def _group(scheduler_node: Any) -> int | None:
     """The plan's group of a scheduler node: its latest origin's; None if it has none."""
     groups = [
-        origin.meta["dtr_group"]
+        group
         for snode in scheduler_node.get_nodes()
         if snode.node is not None
         for origin in snode.node.get_origins()
-        if "dtr_group" in origin.meta
+        if (group := mark_of(origin).group) is not None
     ]
     return max(groups, default=None)
 
 
-def _in_one_place(match: Any) -> bool:
+def in_one_place(match: Any) -> bool:
     """A pattern match that does not move a kernel away from its step.
 
     Rewriting ``mm`` and a much later ``add`` into one ``addmm`` runs the product at the add, which
@@ -54,11 +49,13 @@ def _in_one_place(match: Any) -> bool:
     """
     if not is_match(match):
         return False
-    groups = [n.meta["dtr_group"] for n in match.nodes if "dtr_group" in n.meta]
+    groups = [g for n in match.nodes if (g := mark_of(n).group) is not None]
     return not groups or max(groups) - min(groups) <= 1
 
 
-class _SameGroupOnly(InductorChoices):
+class SameGroupOnly(InductorChoices):
+    """Inductor's choices, with a veto against fusing across groups."""
+
     @staticmethod
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         first, second = _group(node1), _group(node2)
@@ -74,7 +71,7 @@ class _SameGroupOnly(InductorChoices):
         return InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
 
 
-def _run_node_and_realize(graph: Any, node: Any) -> Any:
+def run_node_and_realize(graph: Any, node: Any) -> Any:
     """Lower a node; the owner of a storage becomes a buffer.
 
     Near convolutions Inductor prefers channels-last; a buffer made contiguous there would be copied
@@ -82,7 +79,7 @@ def _run_node_and_realize(graph: Any, node: Any) -> Any:
     """
     with lowered_in(graph, node):
         result = _RUN_NODE(graph, node)
-    if node.meta.get("dtr_realize", False) and isinstance(result, TensorBox):
+    if mark_of(node).is_buffer and isinstance(result, TensorBox):
         if len(result.get_size()) == 4 and node in graph.nodes_prefer_channels_last:
             return ExternKernel.require_stride_order(result, NHWC_STRIDE_ORDER)
         result.realize()
@@ -92,7 +89,7 @@ def _run_node_and_realize(graph: Any, node: Any) -> Any:
 _RUN_NODE = GraphLowering.run_node
 
 
-def _reuse_at_once(line: Any, free_line: Any, size: int) -> bool:
+def reuse_at_once(line: Any, free_line: Any, size: int) -> bool:
     """Whether an allocation may take a dead buffer: only if nothing ran between.
 
     Inductor keeps dead buffers for later reuse as long as its own estimate of the peak does not
@@ -107,7 +104,7 @@ def _reuse_at_once(line: Any, free_line: Any, size: int) -> bool:
 _SHOULD_REUSE = AllocateLine.should_reuse_buffer
 
 
-def _flush_before_much_is_freed(scheduling: Any) -> bool:
+def flush_before_much_is_freed(scheduling: Any) -> bool:
     """Whether to end a C++ function here.
 
     Inductor puts all loops between two library calls into one function, allocates everything before
@@ -145,30 +142,3 @@ def _bytes_of(graph: Any, name: str) -> int:
         return 0
     numel = graph.sizevars.optimization_hint(math.prod(size), fallback=1)
     return int(numel) * buffer.get_dtype().itemsize
-
-
-@contextlib.contextmanager
-def keep_plan_order() -> Iterator[None]:
-    """Within it, Inductor lowers a plan's graphs as the plan says.
-
-    Kernels are fused, and patterns rewritten, only inside a group; storages become buffers.
-    """
-    base = type(V.choices)
-    if issubclass(base, _SameGroupOnly):
-        yield
-        return
-    veto: Any = (
-        _SameGroupOnly
-        if base is InductorChoices
-        else type("DTRChoices", (_SameGroupOnly, base), {})
-    )
-    with (
-        V.set_choices_handler(veto()),
-        mock.patch.object(pattern_matcher, "is_match", _in_one_place),
-        mock.patch.object(GraphLowering, "run_node", _run_node_and_realize),
-        mock.patch.object(GraphLowering, "decide_layout_opt", staticmethod(prefers_channels_last)),
-        mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", images_channels_last),
-        mock.patch.object(AllocateLine, "should_reuse_buffer", _reuse_at_once),
-        mock.patch.object(CppScheduling, "ready_to_flush", _flush_before_much_is_freed),
-    ):
-        yield

@@ -12,8 +12,8 @@ boundary::
      "operators": [
       {"name": "mm", "inputs": [0], "outputs": [1], "cost_ns": 5}, ...]}
 
-Optional keys: ``pinned`` of a storage; ``workspace_bytes`` and ``not_recomputable`` of an operator
-(what they mean: `program.Operator`).
+Optional keys: ``pinned`` and ``handed_on`` of a storage; ``workspace_bytes`` and
+``not_recomputable`` of an operator (what they mean: `program.Storage`, `program.Operator`).
 
 `from_simrd_log` reads the operator logs of DTR's simulator (Kirisame et al., ICLR 2021, artifact),
 `from_checkmate_json` the graphs of Checkmate's artifact (Jain et al., MLSys 2020).
@@ -47,6 +47,7 @@ def to_json(program: Program) -> str:
             "size_bytes": s.size_bytes,
             "kind": s.kind.value,
             **({} if s.pinned is None else {"pinned": s.pinned}),
+            **({"handed_on": True} if s.is_handed_on else {}),
         }
         for s in program.storages
     )
@@ -110,6 +111,7 @@ def from_json(text: str) -> Program:
                 entry.get("size_bytes", int),
                 kinds[kind],
                 entry.get("pinned", str, default=None),
+                entry.get("handed_on", bool, default=False),
             )
         )
     tensors: list[Tensor] = []

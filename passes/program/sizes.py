@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import sympy
 
@@ -44,6 +45,18 @@ class Sizes:
 def _evaluated(expression: sympy.Expr, sizes: Sizes) -> int | None:
     value = expression.xreplace(sizes.by_symbol)
     return int(value) if value.is_Integer else None
+
+
+@dataclass(frozen=True, eq=False)
+class Measurable:
+    """A size that is no expression, but can be found at any sizes; compared by identity."""
+
+    name: str
+    bytes_at: Callable[[Sizes], int]
+
+
+Term: TypeAlias = "sympy.Expr | Measurable"
+"""A size in bytes, in a graph's symbols."""
 
 
 _PRESENT: ContextVar[Sizes | None] = ContextVar("dtrcompile_sizes", default=None)

@@ -108,7 +108,7 @@ def check_reports(budget: object) -> None:
         assert report.promised_peak_bytes <= report.baseline_peak_bytes, str(report)
         assert sum(report.promised_split.values()) == report.promised_peak_bytes, str(report)
         assert report.overhead >= 1.0, str(report)
-        needed = report.baseline_peak_bytes + report.outside_bytes
+        needed = report.baseline_step_peak_bytes
         # What is compiled before it is known what follows saves little, whatever room there is.
         is_provisional = any("more graphs follow" in note for note in report.notes)
         ample = needed <= (report.budget_bytes or 0) and not is_provisional

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,13 @@ import dtrcompile
 from dtrcompile import backend
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
-from dtrcompile.passes.fitting import inductor_model
 from dtrcompile.passes.fitting.inductor_model import InductorModel
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.graphs.capture import Captured
-from dtrcompile.passes.inductor import layouts
-from dtrcompile.passes.inductor.trace import Resident
+from dtrcompile.passes.inductor import layouts, step
+from dtrcompile.passes.inductor.schedule_trace import Cause
+from dtrcompile.passes.inductor.wrapper_run import Resident
+from dtrcompile.passes.program.program import Phase
 from tests.integration.helpers import (
     Observed,
     assert_bitwise,
@@ -685,22 +687,25 @@ def test_blocks_larger_than_their_tensors_are_counted() -> None:
 def test_cuda_graphs_copy_inputs(cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read from fixed addresses; parameters stay where they are."""
     module, x = nn.Linear(16, 4), torch.randn(8, 16)
-    found: list[Resident] = []
-    resident_bytes = inductor_model.resident_bytes
+    found: list[dict[Cause, int]] = []
+    residents = step.residents
 
-    def as_on_cuda(captured: Captured) -> Resident:
-        with mock.patch.object(inductor_model, "device_of", lambda _: torch.device("cuda")):
-            found.append(resident_bytes(captured))
-        return resident_bytes(captured)
+    def as_on_cuda(captured: Captured) -> dict[Phase, list[Resident]]:
+        with mock.patch.object(step, "device_of", lambda _: torch.device("cuda")):
+            sizes: Counter[Cause] = Counter()
+            for resident in residents(captured)[Phase.FORWARD]:
+                sizes[resident.cause] += resident.size_bytes
+            found.append(sizes)
+        return residents(captured)
 
-    monkeypatch.setattr(inductor_model, "resident_bytes", as_on_cuda)
+    monkeypatch.setattr(step, "residents", as_on_cuda)
     options = {"triton.cudagraphs": cuda_graphs}
     compiled = compile_dtr(module, 1.0, compiler="inductor", inductor=options)
     compiled(x).sum().backward()
     assert found
-    for resident in found:
-        assert resident.parameters == static_bytes(module)
-        assert resident.inputs == x.nbytes * (2 if cuda_graphs else 1)
+    for sizes in found:
+        assert sizes[Cause.PARAMETER] == static_bytes(module)
+        assert sizes[Cause.INPUT] == x.nbytes * (2 if cuda_graphs else 1)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import fx, nn
 
@@ -19,21 +20,28 @@ from dtrcompile.passes.errors import (
 )
 from dtrcompile.passes.fitting import fit as fit_module
 from dtrcompile.passes.fitting.fit import MemoryModel, RefereeModel, Terms, fit
-from dtrcompile.passes.fitting.inductor_model import _static_in_backward
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.fitting.residuals import with_residuals
 from dtrcompile.passes.graphs import emit as emit_module
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, emit, free
 from dtrcompile.passes.graphs.verify import verify_emitted
-from dtrcompile.passes.inductor.plan_order import keep_plan_order
-from dtrcompile.passes.inductor.trace import Ledger, Wrapper, count_accumulation, run_wrapper
-from dtrcompile.passes.nodes import aten, draws_random_numbers, why_not_recomputable
+from dtrcompile.passes.inductor import ScheduleTrace, Wrapper
+from dtrcompile.passes.inductor.patches import keep_plan_order
+from dtrcompile.passes.inductor.schedule_trace import Cause, Moment
+from dtrcompile.passes.inductor.step import _static_in_backward
+from dtrcompile.passes.inductor.wrapper_run import (
+    Recorder,
+    Resident,
+    count_accumulation,
+    run_wrapper,
+)
+from dtrcompile.passes.nodes import aten, draws_random_numbers, mark_of, why_not_recomputable
 from dtrcompile.passes.planning.planners import make_planner, minimum_plan
 from dtrcompile.passes.planning.planners.base import keep_all
 from dtrcompile.passes.program.host_link import HostLink
 from dtrcompile.passes.program.plan import Offload, Plan
-from dtrcompile.passes.program.program import StorageKind
+from dtrcompile.passes.program.program import Phase, StorageKind
 from dtrcompile.passes.program.replay import PlanStats, replay
 from dtrcompile.passes.program.tighten import tighten
 from dtrcompile.passes.torch_private import AllocateLine, FakeTensorMode
@@ -167,13 +175,13 @@ def test_recomputed_nodes_are_named_after_their_origin(mlp: Captured) -> None:
         n
         for gm in (emitted.forward, emitted.backward)
         for n in gm.graph.nodes
-        if "dtr_remat_of" in n.meta
+        if mark_of(n).recomputes
     ]
     assert copies
     for node in copies:
-        assert node.meta["dtr_remat_of"] in names
-        assert node.name.startswith(f"{node.meta['dtr_remat_of']}_remat")
-        assert "dtr_step" in node.meta
+        assert mark_of(node).recomputes in names
+        assert node.name.startswith(f"{mark_of(node).recomputes}_remat")
+        assert mark_of(node).step is not None
 
 
 def test_frees_are_nodes_of_the_emitted_graph(mlp: Captured) -> None:
@@ -223,7 +231,7 @@ def test_views_are_made_again_not_saved_beside_their_base() -> None:
     emitted = emit(captured, tighten(captured.program, keep_all(captured.program)))
     (out,) = emitted.forward.graph.find_nodes(op="output")
     saved = [n for n in out.args[0][captured.num_fwd_outputs :] if isinstance(n, fx.Node)]
-    computed = [n.meta["dtr_storage"] for n in saved if n.op == "call_function"]
+    computed = [mark_of(n).storage for n in saved if n.op == "call_function"]
     assert computed  # each saved value owns its storage, and no storage is saved twice
     assert len(computed) == len(set(computed))
 
@@ -312,17 +320,27 @@ def test_a_plan_draws_random_numbers_in_the_compilers_order() -> None:
     assert [n.name for n in outcome.captured.draws.values()] == [*rest, first]
 
 
+def moments_of(recorder: Recorder) -> list[Moment]:
+    return list(ScheduleTrace(tuple(recorder.events)).moments())
+
+
+def held(recorder: Recorder) -> list[int]:
+    return [m.live_bytes for m in moments_of(recorder)]
+
+
 def test_a_wrapper_is_replayed_on_fake_tensors() -> None:
     source = "import torch\n" + WRAPPER
     mode = FakeTensorMode()
     with mode:
         x = torch.empty(8, 4)
-    ledger = Ledger(base_bytes=1000)
-    outputs = run_wrapper(Wrapper(source, {}), [x], ledger, mode)
+    recorder = Recorder()
+    recorder.begin(Phase.FORWARD, [Resident("w", Cause.PARAMETER, 1000, sympy.Integer(1000))])
+    outputs = run_wrapper(Wrapper(source, {}), [x], recorder, mode)
     # 8 * 4 * 4 = 128 bytes each for buf0 and buf1, then buf0 dies, then 2 * 4 * 4 = 32 for buf3.
-    assert [size for size, _ in ledger.events] == [1128, 1256, 1160]
-    assert ledger.peak_bytes == 1256
-    assert ledger.peak_label.startswith("buf1 = ")
+    moments = moments_of(recorder)
+    assert [m.live_bytes for m in moments] == [1000, 1128, 1256, 1160]
+    assert moments[2].taken.line.startswith("buf1 = ")
+    assert [m.taken.buffer for m in moments] == ["w", "buf0", "buf1", "buf3"]
     assert len(outputs) == 2
 
 
@@ -355,34 +373,41 @@ def test_what_is_copied_with_all_that_it_is_a_part_of(scatter: str) -> None:
     result = eval(scatter, {"torch": torch, "part": x[:, :3], "src": src})
     assert result.untyped_storage().nbytes() == 8 * 16 * 4
     mode = FakeTensorMode()
-    ledger = Ledger()
+    recorder = Recorder()
     wrapper = Wrapper(TWICE.replace("SCATTER", scatter), {})
-    run_wrapper(wrapper, [mode.from_tensor(x), mode.from_tensor(src)], ledger, mode)
-    assert ledger.peak_bytes == 2 * 8 * 16 * 4
+    run_wrapper(wrapper, [mode.from_tensor(x), mode.from_tensor(src)], recorder, mode)
+    assert max(held(recorder)) == 2 * 8 * 16 * 4
 
 
 def test_what_is_dead_is_not_counted_beside_what_comes() -> None:
-    ledger = Ledger()
+    recorder = Recorder()
     with FakeTensorMode():
         kept, dropped, late = (torch.empty(n) for n in (1, 8, 4))
-    ledger.allocate(kept, "kept")
-    ledger.allocate(dropped, "dropped")
+    recorder.allocate(kept, "kept")
+    recorder.allocate(dropped, "dropped")
     del dropped
-    ledger.use(20, "workspace")
-    ledger.allocate(late, "late")
+    recorder.use(20, "workspace")
+    recorder.allocate(late, "late")
     del late
-    ledger.add_base(100)
-    assert [size for size, _ in ledger.events] == [4, 36, 24, 20, 104]
-    assert ledger.peak_bytes == 104
+    tangent = Resident("tangent", Cause.TANGENT, 100, sympy.Integer(100))
+    recorder.begin(Phase.BACKWARD, [tangent])
+    assert held(recorder) == [4, 36, 24, 20, 104]
+    traced = ScheduleTrace(tuple(recorder.events))
+    assert traced.boundary_bytes() == 20  # ``late`` is given back when backward begins
+    peak = traced.peak(Phase.BACKWARD)
+    assert peak is not None
+    assert set(traced.live(peak.taken.moment)) == {1, 5}
 
 
 def test_cuda_sizes_are_rounded_up() -> None:
     mode = FakeTensorMode()
     with mode:
         x = torch.empty(8, 4)
-    ledger = Ledger(allocator=Allocator(512))
-    run_wrapper(Wrapper("import torch\n" + WRAPPER, {}), [x], ledger, mode)
-    assert ledger.peak_bytes == 1024
+    recorder = Recorder(Allocator(512))
+    run_wrapper(Wrapper("import torch\n" + WRAPPER, {}), [x], recorder, mode)
+    assert max(held(recorder)) == 1024
+    causes = [e.cause for e in recorder.events[:2]]
+    assert causes == [Cause.STORAGE, Cause.ROUNDING]
 
 
 _ATTENTION = (
@@ -424,10 +449,10 @@ def test_what_asserts_about_values_hold_is_counted() -> None:
     mode = FakeTensorMode()
     with mode:
         x = torch.empty(8, 4)
-    ledger = Ledger()
-    run_wrapper(Wrapper("import torch\n" + source, {}), [x], ledger, mode)
+    recorder = Recorder()
+    run_wrapper(Wrapper("import torch\n" + source, {}), [x], recorder, mode)
     # Of 32 elements a byte each, and one for any of them, beside the 128 bytes of buf0.
-    assert [size for size, _ in ledger.events][:3] == [128, 160, 161]
+    assert held(recorder)[:3] == [128, 160, 161]
 
 
 @pytest.mark.parametrize(
@@ -442,9 +467,9 @@ def test_what_checks_sizes_is_left_out(check: str) -> None:
     mode = FakeTensorMode()
     with mode:
         x = torch.empty(8, 4)
-    ledger = Ledger()
-    run_wrapper(Wrapper("import torch\n" + source, {}), [x], ledger, mode)
-    assert ledger.peak_bytes >= 128
+    recorder = Recorder()
+    run_wrapper(Wrapper("import torch\n" + source, {}), [x], recorder, mode)
+    assert max(held(recorder)) >= 128
 
 
 @pytest.mark.parametrize(
@@ -481,7 +506,7 @@ def test_inputs_that_backward_takes_to_stay_are_those_that_inductor_does() -> No
 
 def test_an_unknown_wrapper_is_refused() -> None:
     with pytest.raises(VerificationError, match="Python wrapper"):
-        run_wrapper(Wrapper("def call(args): pass", {}), [], Ledger(), FakeTensorMode())
+        run_wrapper(Wrapper("def call(args): pass", {}), [], Recorder(), FakeTensorMode())
 
 
 class Unrolled(nn.Module):
@@ -522,9 +547,9 @@ def test_a_gradient_in_another_layout_than_its_parameter_is_copied(
     parameter = graph.placeholder("parameter")
     parameter.meta["val"] = torch.empty(shape)
     gradient = torch.empty(shape).contiguous(memory_format=format)
-    ledger = Ledger()
-    count_accumulation(ledger, [parameter], [gradient])
-    assert ledger.peak_bytes == copied_bytes
+    recorder = Recorder()
+    count_accumulation(recorder, [parameter], [gradient])
+    assert max(held(recorder), default=0) == copied_bytes
 
 
 class ExtraAt(MemoryModel):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import dtrcompile
 from bench import dynamic_shapes
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.fitting.inductor_model import strides_like
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
+from dtrcompile.passes.inductor.step import strides_like
 from tests.integration.helpers import compile_dtr, executor_checked, relative_error
 
 

@@ -1,0 +1,37 @@
+"""What a graph module is given and returns, and copies of it."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+
+def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    """A graph's inputs in order."""
+    return [n for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def output_arguments(gm: fx.GraphModule) -> list[object]:
+    """What a graph returns, flat: nodes, None and numbers."""
+    (node,) = gm.graph.find_nodes(op="output")
+    return list(pytree.tree_leaves(node.args[0], is_leaf=lambda x: x is None))
+
+
+def copied_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph may be changed; tensors that the module holds are shared."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, env)
+    (old,) = gm.graph.find_nodes(op="output")
+    out = graph.output(result)
+    out.meta = dict(old.meta)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if hasattr(node, "_dynamo_source"):
+            env[node]._dynamo_source = node._dynamo_source
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    # What AOTAutograd looks for: symbolic sizes, and that the graph came from Dynamo.
+    for name in ("shape_env", "_param_name_to_source"):
+        if hasattr(gm, name):
+            setattr(copy, name, getattr(gm, name))
+    return copy

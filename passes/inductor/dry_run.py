@@ -1,0 +1,114 @@
+"""What is replaced in Inductor while a graph is lowered only to read its wrapper.
+
+Nothing of it changes the wrapper: Inductor stops once that is written, and what only its kernels
+need is left out on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from dtrcompile.passes.nodes import draws_random_numbers, mark_of
+from dtrcompile.passes.torch_private import (
+    CppKernel,
+    CppVecKernel,
+    ExternKernel,
+    SchedulerNode,
+    V,
+)
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """The Python wrapper that Inductor wrote for one graph.
+
+    Attributes:
+        constants: what it refers to.
+        steps: buffer -> the step of the plan that it belongs to; empty for a default split's.
+        operators: buffer -> the operator of the program that it belongs to.
+        written_over: operators whose result Inductor writes over an input.
+        draws: operators that draw random numbers, as they follow each other.
+    """
+
+    source: str
+    constants: Mapping[str, torch.Tensor]
+    steps: Mapping[str, int] = field(default_factory=dict)
+    operators: Mapping[str, int] = field(default_factory=dict)
+    written_over: frozenset[int] = frozenset()
+    draws: tuple[int, ...] = ()
+
+
+class Lowered(BaseException):
+    """Thrown out of Inductor once the wrapper is written; not an error, so not wrapped as one."""
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        super().__init__()
+        self.wrapper = wrapper
+
+
+def stop_before_compiling(graph: Any) -> Any:
+    """In place of ``GraphLowering.compile_to_module``: writes the wrapper, and compiles nothing."""
+    code, _ = graph.codegen()
+    source = getattr(code, "value", code)
+    steps, operators = (_of_buffers(graph, field) for field in ("step", "operator"))
+    written, draws = _written_over(graph), _draws(graph)
+    raise Lowered(Wrapper(source, dict(graph.constants), steps, operators, written, draws))
+
+
+def _of_buffers(graph: Any, field_name: str) -> dict[str, int]:
+    """Which step or operator each buffer was lowered from: its latest origin's."""
+    found = {}
+    for name, buffer in graph.name_to_buffer.items():
+        of_origins = [
+            value for n in buffer.origins if (value := getattr(mark_of(n), field_name)) is not None
+        ]
+        if of_origins:
+            found[name] = max(of_origins)
+    return found
+
+
+def _written_over(graph: Any) -> frozenset[int]:
+    """Operators whose result takes the place of an input that is read for the last time."""
+    makers = _of_buffers(graph, "output_of")
+    return frozenset(makers[name] for name in graph.wrapper_code.reuses if name in makers)
+
+
+def _draws(graph: Any) -> tuple[int, ...]:
+    """Operators that draw random numbers, in the order in which the scheduler put their calls."""
+    scheduled = (snode for node in graph.scheduler.nodes for snode in node.get_nodes())
+    calls = (snode.node for snode in scheduled if isinstance(snode.node, ExternKernel))
+    drawn = (n for call in calls for n in call.get_origins() if draws_random_numbers(n))
+    operators = (mark_of(n).operator for n in drawn)
+    return tuple(dict.fromkeys(o for o in operators if o is not None))
+
+
+def codegen_names_only(node: Any, index_vars: Any) -> None:
+    """Inductor's ``SchedulerNode.codegen`` as far as the wrapper depends on it.
+
+    A C++ kernel's scalar form comes first and decides which buffers are needed and which are
+    updated in place, by the names that it reads and writes: its indices are left as they are, and
+    no bounds are looked for.  The vectorized forms change nothing of that, and stay empty.  (Their
+    tiling is still searched: loops that share their outer level keep buffers local only if it
+    agrees.)
+    """
+    if isinstance(V.kernel, CppVecKernel):
+        return
+    if not isinstance(V.kernel, CppKernel):
+        _CODEGEN(node, index_vars)
+        return
+    body = node._body
+    with (
+        mock.patch.object(body, "bounds", lambda: _NO_BOUNDS),
+        V.kernel.set_current_node(node),
+    ):
+        body(*index_vars)
+
+
+_CODEGEN = SchedulerNode.codegen
+_NO_BOUNDS = SimpleNamespace(get_bounds=dict)

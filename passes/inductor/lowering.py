@@ -1,0 +1,136 @@
+"""A graph taken through Inductor up to its Python wrapper, without compiling a kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtrcompile.passes.errors import VerificationError
+from dtrcompile.passes.graphs.modules import copied_module
+from dtrcompile.passes.inductor.dry_run import Lowered, Wrapper
+from dtrcompile.passes.inductor.patches import Purpose, applied
+from dtrcompile.passes.nodes import mark_of
+from dtrcompile.passes.torch_private import (
+    BoxedBool,
+    DebugContext,
+    InProcessFxCompile,
+    TracingContext,
+    get_input_idxs_to_check,
+    inductor_config,
+    select_decomp_table,
+)
+
+
+def lower_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    static_input_indices: Sequence[int],
+    is_backward: bool,
+    is_inference: bool,
+) -> Wrapper:
+    """Take a graph through Inductor up to its wrapper; ``gm`` is left as it is.
+
+    Runs under the configuration that is active, which must be the one of the real compilation.
+
+    Args:
+        example_inputs: fake tensors, one a placeholder.
+    """
+
+    key = _lowering_key(
+        gm, example_inputs, (tuple(static_input_indices), is_backward, is_inference)
+    )
+    with _LOCK:
+        if key in _LOWERED:
+            _LOWERED.move_to_end(key)
+            return _LOWERED[key]
+    copy = copied_module(gm)
+    graph_kwargs: Any = {
+        "cudagraphs": BoxedBool(False),
+        "static_input_idxs": tuple(static_input_indices),
+        "is_backward": is_backward,
+        "graph_id": None,
+        "cpp_wrapper": False,
+        "fx_wrapper": False,
+        "is_inference": is_inference,
+        "boxed_forward_device_index": None,
+        "layout_opt": None,
+        "extern_node_serializer": None,
+        "get_decomp_fn": select_decomp_table,
+    }
+    inputs_to_check = get_input_idxs_to_check(example_inputs, static_input_indices)  # type: ignore[arg-type]
+    with (
+        torch.utils._python_dispatch._disable_current_modes(),
+        DebugContext(),
+        _without_collector(),
+        applied(Purpose.EVERY_COMPILATION, Purpose.DRY_RUN),
+    ):
+        try:
+            InProcessFxCompile().codegen_and_compile(
+                copy,
+                example_inputs,  # type: ignore[arg-type]
+                inputs_to_check,
+                graph_kwargs,
+            )
+        except Lowered as lowered:
+            with _LOCK:
+                _LOWERED[key] = lowered.wrapper
+                if len(_LOWERED) > _MOST_LOWERED:
+                    _LOWERED.popitem(last=False)
+            return lowered.wrapper
+    raise VerificationError(NO_WRAPPER)
+
+
+NO_WRAPPER = (
+    "Inductor did not write the Python wrapper whose memory could be counted; its C++ wrapper and"
+    " ahead-of-time compilation cannot be checked. Pass options={'verify': False} to go without the"
+    " check."
+)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's cycle collector off: it looks at Inductor's objects again and again, a fifth of a
+    lowering's time, and finds nothing to free while they are in use."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# Wrappers by what they were made from: candidates of one plan often share a forward graph, and
+# recompilations share the default split's.
+_LOWERED: OrderedDict[str, Wrapper] = OrderedDict()
+_MOST_LOWERED = 64
+_LOCK = threading.Lock()
+
+
+def _lowering_key(gm: fx.GraphModule, example_inputs: Sequence[object], rest: object) -> str:
+    """Covers all that the wrapper depends on: graph, marks of the plan, inputs, configuration."""
+    digest = hashlib.sha256()
+    text = gm.print_readable(print_output=False, include_stride=True, include_device=True)
+    digest.update(text.encode())
+    for node in gm.graph.nodes:
+        digest.update(f"{mark_of(node)}{node.meta.get('user_visible_output_idxs')}".encode())
+    for leaf in example_inputs:
+        if isinstance(leaf, torch.Tensor):
+            digest.update(f"{leaf.shape} {leaf.stride()} {leaf.dtype} {leaf.device}".encode())
+        else:
+            digest.update(f"{type(leaf)} {leaf}".encode())
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    donated = metadata.bw_donated_idxs if metadata is not None else None
+    digest.update(f"{rest} {donated}".encode())
+    digest.update(inductor_config.save_config())
+    return digest.hexdigest()

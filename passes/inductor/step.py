@@ -1,0 +1,369 @@
+"""The door to Inductor: `lower` takes a step's graphs to the wrappers that Inductor writes, `trace`
+says what these take and give back.
+
+The configuration of `planned_config` applies to graphs that come from a plan, when they are
+measured and when they are compiled; the default split's graphs get Inductor's defaults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+from torch import fx
+
+from dtrcompile.passes.graphs.capture import Captured
+from dtrcompile.passes.graphs.emit import lower_frees
+from dtrcompile.passes.graphs.modules import copied_module, output_arguments, placeholders
+from dtrcompile.passes.inductor.dry_run import Wrapper
+from dtrcompile.passes.inductor.guards import noting_guards
+from dtrcompile.passes.inductor.lowering import lower_graph
+from dtrcompile.passes.inductor.patches import keep_plan_order
+from dtrcompile.passes.inductor.schedule_trace import Cause, ScheduleTrace
+from dtrcompile.passes.inductor.wrapper_run import Recorder, Resident, Surroundings, run_step
+from dtrcompile.passes.nodes import hint, mark_of, value
+from dtrcompile.passes.program.program import Phase, StorageKind
+from dtrcompile.passes.program.sizes import at_sizes
+from dtrcompile.passes.torch_private import (
+    FakeTensor,
+    InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
+    TangentAOTInput,
+    TracingContext,
+    collect_fw_donated_buffer_idxs,
+    count_tangents,
+    functorch_config,
+    inductor_config,
+)
+
+# Outputs that AOTAutograd adds to the user's; their strides are its own business.
+_NOT_FROM_THE_USER = (InputMutationAOTOutput, IntermediateBaseAOTOutput)
+
+
+# By what Inductor puts kernels into another order: for the peak, by an estimate of its own; for
+# fewer or longer CUDA graphs, whatever the device; under communication; and for locality (in
+# training, torch 2.14).  Not every release has all of them.
+_REORDERS = tuple(
+    name
+    for name in (
+        "reorder_for_peak_memory",
+        "triton.reorder_for_reducing_graph_partitions",
+        "reorder_for_compute_comm_overlap",
+        "aten_distributed_optimizations.enable_simple_overlap",
+        "reorder_for_locality_in_training",
+    )
+    if name in inductor_config.get_config_copy()
+)
+
+
+@contextlib.contextmanager
+def planned_config() -> Iterator[None]:
+    """Inductor's settings for graphs of a plan: keep its order."""
+    with inductor_config.patch(dict.fromkeys(_REORDERS, False)), keep_plan_order():
+        yield
+
+
+def is_planned(gm: fx.GraphModule) -> bool:
+    """Whether a graph was emitted from a plan."""
+    return any(mark_of(node).group is not None for node in gm.graph.nodes)
+
+
+@dataclass(frozen=True)
+class LoweredStep:
+    """A step's graphs as Inductor will run them.
+
+    Attributes:
+        captured: what the graphs compute.
+        graphs: forward, and backward where there is one; what the wrappers were made from.
+        forward, backward: the wrappers; backward's is None for inference.
+    """
+
+    captured: Captured
+    graphs: tuple[fx.GraphModule, ...]
+    forward: Wrapper
+    backward: Wrapper | None
+
+
+def lower(captured: Captured, graphs: Sequence[fx.GraphModule]) -> LoweredStep:
+    """Take a step's graphs through Inductor up to its wrappers; no kernel is compiled.
+
+    Args:
+        graphs: of the default split, or emitted from a plan, which their nodes' marks say; they are
+            left as they are.
+    """
+    graphs = [copied_module(gm) for gm in graphs]
+    for gm in graphs:
+        lower_frees(gm)
+    as_planned = planned_config() if is_planned(graphs[0]) else contextlib.nullcontext()
+    # Inductor lowers with the hints, whatever the sizes that are planned for.
+    with at_sizes(None), as_planned:
+        return _lowered(captured, graphs)
+
+
+def _lowered(captured: Captured, graphs: Sequence[fx.GraphModule]) -> LoweredStep:
+    is_inference = captured.backward is None
+    _mark_user_visible(graphs[0], captured.num_fwd_outputs, False, is_inference)
+    forward = lower_graph(
+        graphs[0],
+        [value(n) for n in placeholders(graphs[0])],
+        static_input_indices=captured.static_input_indices,
+        is_backward=False,
+        is_inference=is_inference,
+    )
+    if is_inference:
+        return LoweredStep(captured, tuple(graphs), forward, None)
+    backward = graphs[1]
+    _mark_user_visible(backward, captured.num_fwd_outputs, True, False)
+    lowered: list[Wrapper] = []
+
+    def lower_backward(from_forward: Sequence[object]) -> Wrapper:
+        inputs = [value(n) for n in placeholders(backward)]
+        for i, received in enumerate(from_forward):
+            inputs[i] = _restrided(inputs[i], received)
+        with _donating(_donated(graphs, captured.num_fwd_outputs)):
+            lowered[:] = [
+                lower_graph(
+                    backward,
+                    inputs,
+                    static_input_indices=_static_in_backward(backward),
+                    is_backward=True,
+                    is_inference=False,
+                )
+            ]
+            return lowered[0]
+
+    recorder = Recorder(captured.allocator)
+    run_step(recorder, forward, lower_backward, _surroundings(captured, graphs))
+    return LoweredStep(captured, tuple(graphs), forward, lowered[0])
+
+
+def trace(lowered: LoweredStep) -> ScheduleTrace:
+    """What the wrappers of a step take and give back, at the sizes that count here.
+
+    Where a wrapper branches on a tensor (`torch.cond`), all conditions are taken to be true, then
+    false; the higher peak counts.
+    """
+    traced = _traced(lowered, Recorder(lowered.captured.allocator))
+    if traced.has_conditions:
+        other = _traced(lowered, Recorder(lowered.captured.allocator, condition=False))
+        traced = max(traced, other, key=lambda t: max(m.live_bytes for m in t.moments()))
+    return traced
+
+
+def trace_in_symbols(lowered: LoweredStep) -> tuple[ScheduleTrace, tuple[sympy.Basic, ...]]:
+    """As `trace`, with symbols in place of sizes; and the conditions under which it is right.
+
+    Raises:
+        VerificationError: if the wrappers cannot be run on symbols.
+    """
+    captured = lowered.captured
+    shape_env = next(iter(captured.symbols.values())).node.shape_env
+    with at_sizes(None), noting_guards(shape_env) as guards:
+        recorder = Recorder(captured.allocator, is_symbolic=True)
+        traced = _traced(lowered, recorder, shape_env)
+    return traced, tuple(guards)
+
+
+def _traced(
+    lowered: LoweredStep, recorder: Recorder, shape_env: Any | None = None
+) -> ScheduleTrace:
+    backward = lowered.backward
+    return run_step(
+        recorder,
+        lowered.forward,
+        None if backward is None else lambda _: backward,
+        _surroundings(lowered.captured, lowered.graphs, shape_env),
+    )
+
+
+def _surroundings(
+    captured: Captured, graphs: Sequence[fx.GraphModule], shape_env: Any | None = None
+) -> Surroundings:
+    return Surroundings(
+        forward_placeholders=placeholders(graphs[0]),
+        backward_placeholders=placeholders(graphs[1]) if len(graphs) > 1 else [],
+        num_fwd_outputs=captured.num_fwd_outputs,
+        residents=residents(captured),
+        tangent_of=_tangent_of(graphs, captured.num_fwd_outputs),
+        given_outputs=_given_outputs(captured),
+        given_tangents=_given_tangents(captured, graphs),
+        shape_env=shape_env,
+    )
+
+
+_CAUSES = {
+    StorageKind.PARAMETER: (Phase.FORWARD, Cause.PARAMETER),
+    StorageKind.INPUT: (Phase.FORWARD, Cause.INPUT),
+    StorageKind.TANGENT: (Phase.BACKWARD, Cause.TANGENT),
+}
+
+
+def residents(captured: Captured) -> dict[Phase, list[Resident]]:
+    """What is there before forward and before backward, at the sizes that count here."""
+    found: dict[Phase, list[Resident]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+    twice = cuda_graphs_copy_inputs(captured)
+    storages = captured.program.storages
+    sizes = zip(captured.storage_bytes(), captured.storage_expressions(), strict=True)
+    for storage, (size_bytes, size) in zip(storages, sizes, strict=True):
+        if storage.kind in _CAUSES and not storage.is_handed_on:
+            phase, cause = _CAUSES[storage.kind]
+            resident = Resident(storage.name, cause, size_bytes, size)
+            found[phase] += [resident] * (2 if twice and cause is Cause.INPUT else 1)
+    return found
+
+
+def cuda_graphs_copy_inputs(captured: Captured) -> bool:
+    """Whether a CUDA graph reads copies of its inputs, at addresses that never change."""
+    return bool(inductor_config.triton.cudagraphs) and device_of(captured).type == "cuda"
+
+
+def _given_outputs(captured: Captured) -> frozenset[int]:
+    """Forward outputs that nobody holds in backward."""
+    results = output_arguments(captured.forward)[: captured.num_fwd_outputs]
+    return frozenset(
+        i
+        for i, n in enumerate(results)
+        if isinstance(n, fx.Node)
+        and captured.storage_of.get(captured.owner(n)) in captured.program.handed_on
+    )
+
+
+def _given_tangents(captured: Captured, graphs: Sequence[fx.GraphModule]) -> frozenset[int]:
+    """Backward inputs that are freed at their last use."""
+    names = {
+        captured.storage_nodes[s].name
+        for s in captured.program.handed_on
+        if captured.program.storages[s].is_constant
+    }
+    if len(graphs) < 2:
+        return frozenset()
+    return frozenset(i for i, n in enumerate(placeholders(graphs[1])) if n.name in names)
+
+
+def _tangent_of(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> dict[int, int]:
+    """Backward input -> the forward output that it is the gradient of, where both are described."""
+    if len(graphs) < 2:
+        return {}
+    (out,) = graphs[0].graph.find_nodes(op="output")
+    described = list(out.meta.get("desc") or ())[:num_fwd_outputs]
+    tangents = {
+        i: desc.output
+        for i, node in enumerate(placeholders(graphs[1]))
+        if isinstance(desc := node.meta.get("desc"), TangentAOTInput)
+    }
+    return {i: described.index(o) for i, o in tangents.items() if o in described}
+
+
+def device_of(captured: Captured) -> torch.device:
+    """The device that the graphs compute on: the first accelerator among their values, else CPU."""
+    found = torch.device("cpu")
+    for node in captured.storage_nodes:
+        val = node.meta["val"]
+        if val.device.type not in ("cpu", "meta"):
+            return torch.device(val.device)
+    return found
+
+
+def _static_in_backward(backward: fx.GraphModule) -> tuple[int, ...]:
+    """Which backward inputs Inductor takes to stay where they are, as ``compile_fx`` will say.
+
+    What forward saved; since torch 2.15 without the user's inputs among that, which the partitioner
+    marks.
+    """
+    saved = placeholders(backward)[: count_tangents(backward)]
+    return tuple(i for i, node in enumerate(saved) if node.meta.get("is_static_input", True))
+
+
+def _restrided(expected: Any, received: object) -> Any:
+    """The fake input with the strides that forward will return, as AOTAutograd sets them."""
+    if not isinstance(expected, torch.Tensor) or not isinstance(received, torch.Tensor):
+        return expected
+    strides = [hint(s) for s in expected.stride()]
+    if strides == list(received.stride()):
+        return expected
+    mode = expected.fake_mode if isinstance(expected, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return expected.as_strided(expected.shape, strides_like(expected.shape, received.stride()))
+
+
+def strides_like(shape: Sequence[Any], strides: Sequence[int]) -> list[Any]:
+    """Strides for a shape of symbols that lay its dimensions out as numbers do at the hints.
+
+    A number among the strides of symbolic sizes would have PyTorch settle the sizes when it asks
+    for the tensor's layout.  Where the numbers leave gaps or overlap, they are returned.
+    """
+    symbolic: list[Any] = list(strides)
+    numel: Any = 1
+    for i in sorted(range(len(shape)), key=lambda i: (strides[i], hint(shape[i]))):
+        if hint(shape[i]) != 1 and strides[i] != hint(numel):
+            return list(strides)
+        if strides[i] == hint(numel):
+            symbolic[i] = numel
+        numel = numel * shape[i]
+    return symbolic
+
+
+def _donated(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> list[int]:
+    """Backward inputs whose memory Inductor may write into, as AOTAutograd will find them."""
+    if not functorch_config.donated_buffer:
+        return []
+    forward, backward = graphs
+    forward_outputs = [_val(a) for a in output_arguments(forward)]
+    saved = forward_outputs[num_fwd_outputs:]
+    tensors = [v for v in saved if isinstance(v, torch.Tensor)]
+    found = collect_fw_donated_buffer_idxs(
+        [value(n) for n in placeholders(forward)],
+        forward_outputs[:num_fwd_outputs],
+        [_val(a) for a in output_arguments(backward)],
+        tensors,
+    )
+    num_symbols = sum(isinstance(v, torch.types.py_sym_types) for v in saved)
+    return [num_symbols + i for i in found]
+
+
+def _val(argument: object) -> Any:
+    return value(argument) if isinstance(argument, fx.Node) else None
+
+
+@contextlib.contextmanager
+def _donating(indices: list[int]) -> Iterator[None]:
+    """Let Inductor see the donated inputs that AOTAutograd sets only after the partitioner."""
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    metadata = context.fw_metadata or SimpleNamespace()
+    with (
+        mock.patch.object(context, "fw_metadata", metadata),
+        mock.patch.object(metadata, "bw_donated_idxs", indices, create=True),
+    ):
+        yield
+
+
+def _mark_user_visible(
+    gm: fx.GraphModule, num_fwd_outputs: int, is_backward: bool, is_inference: bool
+) -> None:
+    """Tell Inductor which outputs must keep their strides, as ``compile_fx`` will."""
+    (out,) = gm.graph.find_nodes(op="output")
+    results = output_arguments(gm)
+    visible = [i for i, r in enumerate(results) if isinstance(r, fx.Node)]
+    if is_backward:
+        if not inductor_config.bw_outputs_user_visible:
+            visible = []
+    elif not inductor_config.keep_output_stride:
+        visible = []
+    elif not is_inference:
+        kinds = out.meta.get("desc")
+        visible = [
+            i
+            for i in visible
+            if i < num_fwd_outputs
+            and (kinds is None or not isinstance(kinds[i], _NOT_FROM_THE_USER))
+        ]
+    out.meta["user_visible_output_idxs"] = visible

@@ -1,0 +1,144 @@
+"""`docs/layout.md` is what the code is: which folder may import which, and where torch may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUT = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
+PASSES = "dtrcompile.passes."
+
+
+def layers() -> dict[str, tuple[int, bool]]:
+    """Folder or module of ``passes`` -> its line, counted from below, and whether torch may be."""
+    (block,) = re.findall(r"```layers\n(.*?)```", LAYOUT, re.DOTALL)
+    lines = block.strip().splitlines()[::-1]
+    return {line.split()[0]: (i, "(no torch)" not in line) for i, line in enumerate(lines)}
+
+
+LAYERS = layers()
+
+
+def modules() -> dict[str, Path]:
+    """All of the package, by their names."""
+    found = {}
+    for folder, package in ((ROOT / "passes", "dtrcompile.passes"), (ROOT / "dtrcompile", "")):
+        for path in folder.rglob("*.py"):
+            relative = path.relative_to(folder if package else ROOT)
+            if not package and relative.parts[1] == "passes":
+                continue
+            name = ".".join((*([package] if package else []), *relative.with_suffix("").parts))
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+@cache
+def imports_of(name: str) -> frozenset[str]:
+    """What a module imports, wherever it does: modules of the package, or the names of others."""
+
+    def found() -> Iterator[str]:
+        for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    yield inner if inner in MODULES else node.module
+
+    return frozenset(found())
+
+
+def imports_when_loaded(name: str) -> set[str]:
+    """Without those of functions and for annotations."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(MODULES[name].read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {
+                inner if (inner := f"{node.module}.{alias.name}") in MODULES else node.module
+                for alias in node.names
+            }
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def layer(name: str) -> int | None:
+    """Of a module of ``passes``; None for others."""
+    head, found, rest = name.partition(PASSES)
+    return LAYERS[rest.split(".")[0]][0] if found and not head else None
+
+
+def test_every_folder_has_a_line() -> None:
+    top = {p.stem for p in (ROOT / "passes").iterdir() if p.suffix == ".py" or p.is_dir()}
+    assert top - {"__init__", "__pycache__"} == LAYERS.keys()
+
+
+def test_every_module_is_listed() -> None:
+    listed = set(re.findall(r"^\| `(\w+/\w+)/?` \|", LAYOUT, re.MULTILINE))
+    found = {
+        f"{path.parent.name}/{path.stem}"
+        for path in (ROOT / "passes").glob("*/*.py")
+        if path.stem != "__init__"
+    }
+    assert listed == found | {"planning/planners"}
+
+
+@pytest.mark.parametrize("name", sorted(m for m in MODULES if m.startswith(PASSES)))
+def test_nothing_is_imported_from_above(name: str) -> None:
+    own = layer(name)
+    assert own is not None
+    for imported in imports_of(name):
+        if not imported.startswith("dtrcompile"):
+            continue
+        assert imported.startswith(PASSES), f"{name} imports {imported}, outside of the passes"
+        its = layer(imported)
+        assert its is not None and its <= own, f"{name} imports {imported}, from above"
+
+
+@pytest.mark.parametrize(
+    "name", sorted(m for m in MODULES if m.startswith(PASSES) and not LAYERS[m.split(".")[2]][1])
+)
+def test_torch_is_not_imported_at_any_remove(name: str) -> None:
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        module = waiting.pop()
+        for imported in imports_of(module) - seen:
+            assert imported.split(".")[0] != "torch", f"{module} imports {imported}"
+            seen.add(imported)
+            if imported in MODULES:
+                waiting.append(imported)
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """When they are loaded: a circle then depends on who is imported first."""
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " imports ".join([*path[path.index(name) :], name])
+        if name in done:
+            return
+        for imported in sorted(imports_when_loaded(name) & MODULES.keys()):
+            if imported != name:
+                visit(imported, (*path, name))
+        done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
