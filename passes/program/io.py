@@ -169,10 +169,10 @@ class _Entry:
             raise ProgramError(f"{self.what} has no {key!r}")
         if value is default:
             return value
-        # A bool is an int to Python, but never one to us.
         if value is None and default is None:
             return None
-        if not isinstance(value, kind) or isinstance(value, bool):
+        # A bool is an int to Python, but never one to us.
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ProgramError(f"{self.what}: {key!r} is {value!r:.60}, not of {kind.__name__}")
         return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dtrcompile.passes.program.io import (
     shared_data,
     to_json,
 )
-from dtrcompile.passes.program.program import Phase
+from dtrcompile.passes.program.program import Phase, StorageKind
 from dtrcompile.passes.program.replay import replay
 
 
@@ -29,6 +30,15 @@ def test_round_trip() -> None:
     assert from_json(text) == program
     assert from_json(text).name == "transformer2"
     assert len(text.splitlines()) > len(program.operators)  # one a line, for diff
+
+
+def test_storages_that_the_caller_gives_up_round_trip() -> None:
+    program = training_chain(2)
+    tangents = [s.id for s in program.storages if s.kind is StorageKind.TANGENT]
+    assert tangents
+    storages = tuple(replace(s, is_handed_on=s.id in tangents) for s in program.storages)
+    program = replace(program, storages=storages)
+    assert from_json(to_json(program)) == program
 
 
 def broken(**changes: Any) -> str:
@@ -53,6 +63,7 @@ def broken(**changes: Any) -> str:
         (broken(storages={"kind": "weight"}), "storage 0: unknown kind 'weight'; allowed: param"),
         (broken(storages={"size_bytes": "8"}), "storage 0: 'size_bytes' is '8', not of int"),
         (broken(storages={"size_bytes": -8}), "negative size"),
+        (broken(storages={"handed_on": 1}), "storage 0: 'handed_on' is 1, not of bool"),
         (broken(tensors={"storage": True}), "tensor 0: 'storage' is True"),
         (broken(operators={"inputs": ["x"]}), "operator 0: 'inputs' holds 'x', not an id"),
         (broken(operators={"inputs": [99]}), "reads tensor 99, which does not exist"),
