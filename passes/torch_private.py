@@ -115,6 +115,11 @@ from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import BoxedBool, count_tangents, fresh_cache
 from torch._inductor.virtualized import V
 
+# --- what is kept on disk -------------------------------------------------------------------------
+from torch._inductor.codecache import torch_key, write_atomic
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.compiler._cache import CacheArtifactManager
+
 # --- the backend --------------------------------------------------------------------------------
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import detect_fake_mode

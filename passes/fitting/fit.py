@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.fitting.kept_choices import Choice, refusal_entry, refusal_of_entry
 from dtrcompile.passes.fitting.measured import Measured, SizeModel
 from dtrcompile.passes.fitting.peak_formula import StepFormulas
 from dtrcompile.passes.fitting.plan_formula import plan_moments
@@ -30,6 +31,7 @@ from dtrcompile.passes.fitting.sharing import ALONE, GraphBytes, Rest, with_rest
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, emit
 from dtrcompile.passes.graphs.verify import verify_emitted
+from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.inductor.layouts import give_room
 from dtrcompile.passes.planning.planners import minimum_plan
 from dtrcompile.passes.planning.planners.base import Planner, keep_all
@@ -79,6 +81,17 @@ class MemoryModel(ABC):
             stats: the referee's, of each operator once.
         """
         return None
+
+    def key_of(self, captured: Captured, planner: Planner, terms: Terms) -> str | None:  # noqa: ARG002
+        """Under what a choice is kept on disk, None: it is not kept.
+
+        Covers all that a choice depends on.
+        """
+        return None
+
+    def keep(self, measured: Measured) -> None:  # noqa: ARG002
+        """Let later processes read from disk what was lowered to measure this."""
+        return
 
     def can_use_room(self, captured: Captured) -> bool:  # noqa: ARG002
         """Whether a kernel could be faster if it held more inside (see `layouts`)."""
@@ -189,6 +202,7 @@ class Outcome:
         budget_bytes: the resolved budget; None for the smallest.
         planning_s, lowering_s: seconds spent planning and measuring.
         is_guess: ``baseline_measured`` is; what is compiled must be held to the budget.
+        is_kept: an earlier process made the plan.
         saves_least: because graphs of unknown size follow, at the price of compute.
     """
 
@@ -201,6 +215,7 @@ class Outcome:
     planning_s: float
     lowering_s: float
     is_guess: bool = False
+    is_kept: bool = False
     saves_least: bool = False
 
     @property
@@ -292,6 +307,7 @@ class _Fit:
         # What one kernel may hold inside for the sake of its speed.
         self.room_bytes = 0
         self.candidates: dict[tuple[Plan, int], Candidate] = {}
+        self.is_kept = False
         self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Plan | None] = {}
 
     def run(
@@ -330,6 +346,7 @@ class _Fit:
             timeline, stats = replay(self.program, plan)
             measured = self.measured(None, plan, stats)
         self.lowering_s += time.perf_counter() - start
+        self.model.keep(measured)
         agreed = terms(measured)
         budget_bytes, self.rest = agreed.budget_bytes, agreed.rest
         self.workspaces = {
@@ -344,25 +361,7 @@ class _Fit:
             "min" if budget_bytes is None else format_bytes(budget_bytes),
         )
 
-        if agreed.more_follow:
-            # Taken to be as large as this one can be made, or as half of the room: so that it saves
-            # little, and does not hold much itself for that.
-            between_bytes = self.least_own_bytes()
-            if own_bytes is not None:
-                room_bytes = own_bytes - self.program.constant_bytes
-                between_bytes = max(between_bytes, room_bytes // 2)
-            self.rest = replace(self.rest, between_bytes=between_bytes)
-        chosen: Candidate | None = None
-        peak_bytes = self.baseline_bytes = measured.peak_with(self.rest)
-        if agreed.is_unlimited:
-            pass
-        elif agreed.more_follow or own_bytes is None:
-            chosen = self.smaller_than(measured)
-            if own_bytes is not None:
-                chosen = self.within(own_bytes, chosen, measured)
-        elif peak_bytes > own_bytes:
-            planned_bytes = self.planned_peak(plan, self.workspaces)
-            chosen = self.cheapest_within(own_bytes, planned_bytes, peak_bytes)
+        chosen = self.kept_or_chosen(agreed, own_bytes, measured, plan)
         if chosen is None and always_emit:
             chosen = self.try_plan(tighten(self.program, plan))
         return Outcome(
@@ -374,8 +373,84 @@ class _Fit:
             budget_bytes,
             self.planning_s,
             self.lowering_s,
+            is_kept=self.is_kept,
             saves_least=agreed.more_follow,
         )
+
+    def kept_or_chosen(
+        self, agreed: Terms, own_bytes: int | None, measured: Measured, plan: Plan
+    ) -> Candidate | None:
+        """What an earlier process chose for the same question, else what is chosen now.
+
+        Raises:
+            InfeasibleBudgetError: if no plan keeps to the terms.
+        """
+        is_question = not agreed.is_unlimited and (
+            agreed.more_follow or own_bytes is None or measured.peak_with(self.rest) > own_bytes
+        )
+        if not is_question:
+            return None
+        key = self.model.key_of(self.captured, self.planner, agreed)
+        with disk_cache.one_at_a_time(key):
+            entry = disk_cache.read(key)
+            refused = refusal_of_entry(entry)
+            if refused is not None:
+                raise refused
+            choice = Choice.of_entry(entry)
+            if choice is not None and self.takes_up(choice, measured):
+                return None if choice.plan is None else self.try_plan(choice.plan)
+            try:
+                chosen = self.chosen_for(agreed, own_bytes, measured, plan)
+            except InfeasibleBudgetError as refusal:
+                if type(refusal) is InfeasibleBudgetError:  # not that a planner's time was up
+                    disk_cache.write(key, refusal_entry(refusal))
+                raise
+            held = measured.peak_with(self.rest) if chosen is None else self.peak(chosen)
+            chosen_plan = None if chosen is None else chosen.plan
+            if chosen is not None:
+                self.model.keep(chosen.measured)
+            disk_cache.write(key, Choice(chosen_plan, self.rest, self.room_bytes, held).entry())
+        return chosen
+
+    def takes_up(self, choice: Choice, measured: Measured) -> bool:
+        """Go on from an earlier choice, unless its graphs hold something else by now."""
+        before = self.rest, self.room_bytes
+        self.rest, self.room_bytes = choice.rest, choice.room_bytes
+        try:
+            held = measured.peak_with(self.rest)
+            if choice.plan is not None:
+                held = self.peak(self.try_plan(choice.plan))
+            self.is_kept = held == choice.peak_bytes
+        except DTRError as error:
+            log.debug("a plan that was kept cannot be used: %s", error)
+        if not self.is_kept:
+            self.rest, self.room_bytes = before
+            self.candidates.clear()
+        return self.is_kept
+
+    def chosen_for(
+        self, agreed: Terms, own_bytes: int | None, measured: Measured, plan: Plan
+    ) -> Candidate | None:
+        """What keeps to the terms; None: the default split.
+
+        Args:
+            own_bytes: the budget without what is outside; None for the smallest.
+            measured, plan: of the default split.
+        """
+        if agreed.more_follow:
+            # Taken to be as large as this one can be made, or as half of the room: so that it saves
+            # little, and does not hold much itself for that.
+            between_bytes = self.least_own_bytes()
+            if own_bytes is not None:
+                room_bytes = own_bytes - self.program.constant_bytes
+                between_bytes = max(between_bytes, room_bytes // 2)
+            self.rest = replace(self.rest, between_bytes=between_bytes)
+        peak_bytes = self.baseline_bytes = measured.peak_with(self.rest)
+        if not agreed.more_follow and own_bytes is not None:
+            planned_bytes = self.planned_peak(plan, self.workspaces)
+            return self.cheapest_within(own_bytes, planned_bytes, peak_bytes)
+        chosen = self.smaller_than(measured)
+        return chosen if own_bytes is None else self.within(own_bytes, chosen, measured)
 
     def measured(self, emitted: Emitted | None, plan: Plan, stats: PlanStats) -> Measured:
         """What the memory model says of a plan's graphs, or, of None, of the default split's."""

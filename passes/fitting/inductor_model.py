@@ -13,14 +13,16 @@ from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.device.workspaces import workspace_bytes
 from dtrcompile.passes.errors import VerificationError
-from dtrcompile.passes.fitting.fit import MemoryModel, RefereeModel
+from dtrcompile.passes.fitting.fit import MemoryModel, RefereeModel, Terms
 from dtrcompile.passes.fitting.measured import Measured, SizeModel
 from dtrcompile.passes.fitting.peak_formula import StepFormulas, moments_of
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted
-from dtrcompile.passes.inductor import LoweredStep, lower, trace, trace_in_symbols
+from dtrcompile.passes.inductor import LoweredStep, disk_cache, keep, lower, trace, trace_in_symbols
 from dtrcompile.passes.inductor.layouts import can_use_room
+from dtrcompile.passes.inductor.lowering import graph_text, has_text
 from dtrcompile.passes.nodes import Role, role, value
+from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.program.replay import PlanStats
 from dtrcompile.passes.program.sizes import Sizes, at_sizes, present_sizes
 
@@ -42,6 +44,30 @@ class InductorModel(MemoryModel):
         if not self.is_checked_later or _is_symbolic(captured):
             return None
         return RefereeModel().measure(captured, None, stats)
+
+    def key_of(self, captured: Captured, planner: Planner, terms: Terms) -> str | None:
+        graphs = [g for g in (captured.forward, captured.backward) if g is not None]
+        if not all(map(has_text, graphs)):
+            return None
+        return disk_cache.key_of(
+            "choice",
+            *map(graph_text, graphs),
+            captured.num_fwd_outputs,
+            captured.static_input_indices,
+            captured.program.fingerprint,
+            captured.handed_on,
+            captured.allocator,
+            captured.hints,
+            captured.least_sizes,
+            present_sizes(),
+            planner,
+            terms,
+            self,
+        )
+
+    def keep(self, measured: Measured) -> None:
+        if isinstance(measured.by_sizes, ScheduleSizeModel):
+            keep(measured.by_sizes.lowered)
 
     def can_use_room(self, captured: Captured) -> bool:
         return can_use_room(g for g in (captured.forward, captured.backward) if g is not None)

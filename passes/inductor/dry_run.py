@@ -34,6 +34,7 @@ class Wrapper:
         operators: buffer -> the operator of the program that it belongs to.
         written_over: operators whose result Inductor writes over an input.
         draws: operators that draw random numbers, as they follow each other.
+        key: under which it may be kept on disk; None: it may not.
     """
 
     source: str
@@ -42,6 +43,29 @@ class Wrapper:
     operators: Mapping[str, int] = field(default_factory=dict)
     written_over: frozenset[int] = frozenset()
     draws: tuple[int, ...] = ()
+    key: str | None = None
+
+    def entry(self) -> dict[str, Any]:
+        """All but the constants, as JSON can hold it."""
+        return {
+            "source": self.source,
+            "steps": dict(self.steps),
+            "operators": dict(self.operators),
+            "written_over": sorted(self.written_over),
+            "draws": list(self.draws),
+        }
+
+    @staticmethod
+    def of_entry(entry: Mapping[str, Any]) -> Wrapper:
+        """What `entry` gave, of a wrapper without constants; it need not be kept again."""
+        return Wrapper(
+            entry["source"],
+            {},
+            entry["steps"],
+            entry["operators"],
+            frozenset(entry["written_over"]),
+            tuple(entry["draws"]),
+        )
 
 
 class Lowered(BaseException):

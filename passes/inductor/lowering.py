@@ -8,6 +8,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from torch import fx
 
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.graphs.modules import copied_module
+from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.inductor.dry_run import Lowered, Wrapper
 from dtrcompile.passes.inductor.patches import Purpose, applied
 from dtrcompile.passes.nodes import mark_of
 from dtrcompile.passes.torch_private import (
     BoxedBool,
     DebugContext,
+    HigherOrderOperator,
     InProcessFxCompile,
     TracingContext,
     get_input_idxs_to_check,
@@ -44,14 +47,33 @@ def lower_graph(
     Args:
         example_inputs: fake tensors, one a placeholder.
     """
-
-    key = _lowering_key(
-        gm, example_inputs, (tuple(static_input_indices), is_backward, is_inference)
-    )
+    asked = _asked(gm, example_inputs, (tuple(static_input_indices), is_backward, is_inference))
+    key = asked, inductor_config.save_config()
     with _LOCK:
         if key in _LOWERED:
             _LOWERED.move_to_end(key)
             return _LOWERED[key]
+    disk_key = disk_cache.key_of("wrapper", asked) if has_text(gm) else None
+    entry = disk_cache.read(disk_key)
+    if entry is not None:
+        wrapper = Wrapper.of_entry(entry)
+    else:
+        wrapper = _lowered(gm, example_inputs, static_input_indices, is_backward, is_inference)
+        wrapper = replace(wrapper, key=None if wrapper.constants else disk_key)
+    with _LOCK:
+        _LOWERED[key] = wrapper
+        if len(_LOWERED) > _MOST_LOWERED:
+            _LOWERED.popitem(last=False)
+    return wrapper
+
+
+def _lowered(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    static_input_indices: Sequence[int],
+    is_backward: bool,
+    is_inference: bool,
+) -> Wrapper:
     copy = copied_module(gm)
     graph_kwargs: Any = {
         "cudagraphs": BoxedBool(False),
@@ -81,10 +103,6 @@ def lower_graph(
                 graph_kwargs,
             )
         except Lowered as lowered:
-            with _LOCK:
-                _LOWERED[key] = lowered.wrapper
-                if len(_LOWERED) > _MOST_LOWERED:
-                    _LOWERED.popitem(last=False)
             return lowered.wrapper
     raise VerificationError(NO_WRAPPER)
 
@@ -111,16 +129,31 @@ def _without_collector() -> Iterator[None]:
 
 # Wrappers by what they were made from: candidates of one plan often share a forward graph, and
 # recompilations share the default split's.
-_LOWERED: OrderedDict[str, Wrapper] = OrderedDict()
+_LOWERED: OrderedDict[tuple[str, bytes], Wrapper] = OrderedDict()
 _MOST_LOWERED = 64
 _LOCK = threading.Lock()
 
 
-def _lowering_key(gm: fx.GraphModule, example_inputs: Sequence[object], rest: object) -> str:
-    """Covers all that the wrapper depends on: graph, marks of the plan, inputs, configuration."""
+def graph_text(gm: fx.GraphModule) -> str:
+    """A graph's text, with shapes, strides and devices."""
+    return str(gm.print_readable(print_output=False, include_stride=True, include_device=True))
+
+
+def has_text(gm: fx.GraphModule) -> bool:
+    """Whether `graph_text` tells all in every process: calls of Triton kernels of the user's name
+    them by a number that this process gave them."""
+    return not any(
+        isinstance(node.target, HigherOrderOperator) and "triton" in str(node.target)
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    )
+
+
+def _asked(gm: fx.GraphModule, example_inputs: Sequence[object], others: object) -> str:
+    """Covers what a wrapper depends on beside the configuration: graph, marks, inputs."""
     digest = hashlib.sha256()
-    text = gm.print_readable(print_output=False, include_stride=True, include_device=True)
-    digest.update(text.encode())
+    digest.update(graph_text(gm).encode())
     for node in gm.graph.nodes:
         digest.update(f"{mark_of(node)}{node.meta.get('user_visible_output_idxs')}".encode())
     for leaf in example_inputs:
@@ -131,6 +164,5 @@ def _lowering_key(gm: fx.GraphModule, example_inputs: Sequence[object], rest: ob
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     donated = metadata.bw_donated_idxs if metadata is not None else None
-    digest.update(f"{rest} {donated}".encode())
-    digest.update(inductor_config.save_config())
+    digest.update(f"{others} {donated}".encode())
     return digest.hexdigest()

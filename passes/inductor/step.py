@@ -21,6 +21,7 @@ from torch import fx
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import lower_frees
 from dtrcompile.passes.graphs.modules import copied_module, output_arguments, placeholders
+from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.inductor.dry_run import Wrapper
 from dtrcompile.passes.inductor.guards import noting_guards
 from dtrcompile.passes.inductor.lowering import lower_graph
@@ -141,6 +142,13 @@ def _lowered(captured: Captured, graphs: Sequence[fx.GraphModule]) -> LoweredSte
     recorder = Recorder(captured.allocator)
     run_step(recorder, forward, lower_backward, _surroundings(captured, graphs))
     return LoweredStep(captured, tuple(graphs), forward, lowered[0])
+
+
+def keep(lowered: LoweredStep) -> None:
+    """Let later processes read the wrappers of these graphs from disk instead of making them."""
+    for wrapper in (lowered.forward, lowered.backward):
+        if wrapper is not None and wrapper.key is not None:
+            disk_cache.write(wrapper.key, wrapper.entry())
 
 
 def trace(lowered: LoweredStep) -> ScheduleTrace:
