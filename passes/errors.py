@@ -218,7 +218,7 @@ class ChangedTorchError(DTRError):
 
     Attributes:
         names: private names that no longer exist, or replaced functions whose source has changed.
-        what: what is the matter with all of them, for the message.
+        what: the problem that all of them have, for the message.
     """
 
     def __init__(self, names: Sequence[str], what: str) -> None:
