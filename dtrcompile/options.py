@@ -1,15 +1,16 @@
 """The options of ``torch.compile(model, backend="dtr", options={...})``, as one frozen value.
 
-`Options.parse` merges four sources, the first that names an option wins:
+`Options.parse` merges four sources.  For each option, the first source that names it wins:
 
 1. the ``options`` mapping given to ``torch.compile``;
 2. `set_defaults`, for scripts that choose the backend but cannot pass options;
-3. environment variables, one for each option that a text can give: ``DTRCOMPILE_BUDGET``,
-   ``DTRCOMPILE_SEVERAL_GRAPHS`` and so on (`variable_of`);
+3. environment variables, one for each option whose value can be written as text:
+   ``DTRCOMPILE_BUDGET``, ``DTRCOMPILE_SEVERAL_GRAPHS`` and so on (`variable_of`);
 4. the built-in defaults of `Options`.
 
-Everything is checked here, before any graph is captured, so that a typing mistake costs no compile.
-This module imports neither torch nor the planners until a name has to be checked.
+Everything is checked here, before any graph is captured, so that a typing error is reported before
+anything is compiled.  This module imports torch and the planners only when a value has to be
+checked against them.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ log = logging.getLogger("dtrcompile")
 
 _PREFIX = "DTRCOMPILE_"
 BUDGET_VARIABLE = f"{_PREFIX}BUDGET"
-# Options that no text can give.
+# Options whose values cannot be written as text, so that they have no environment variable.
 _OBJECTS = ("optimizer",)
 
 COST_MODELS = ("roofline", "measured")
 COMPILERS = ("inductor", "eager")
 
-# torch._inductor.list_mode_options(); a test compares, so that torch is not imported for it here.
+# A copy of torch._inductor.list_mode_options(), so that torch is not imported here; a test compares
+# the two.
 INDUCTOR_MODES = (
     "default",
     "lite",
@@ -70,7 +72,10 @@ _FORMS = (
 
 
 class BudgetKind(enum.Enum):
-    """How an amount of memory was given; `OPTIMIZER` is a reserve's: what optimizers hold."""
+    """How an amount of memory was given.
+
+    `OPTIMIZER` is possible only for option ``reserve``: the memory that the optimizers need.
+    """
 
     BYTES = "bytes"
     SHARE = "share"
@@ -84,11 +89,12 @@ class Budget:
     """An amount of memory, as the user gave it.
 
     Attributes:
-        kind: which of the two next fields, if any, holds the amount.
-        size_bytes: for `BudgetKind.BYTES`.
-        share: of the unbudgeted peak, for `BudgetKind.SHARE`; exact, so that 29 % of 100 is 29.
-        text: what the user wrote, for messages and reports; two budgets that mean the same are
-            equal whatever their text.
+        kind: how the amount was given; it decides which of the next two fields is used, if any.
+        size_bytes: the amount, for `BudgetKind.BYTES`.
+        share: the share of the unbudgeted peak, for `BudgetKind.SHARE`; a fraction, so that 29 %
+            of 100 is exactly 29.
+        text: what the user wrote, for messages and reports; it does not count when budgets are
+            compared.
     """
 
     kind: BudgetKind
@@ -98,17 +104,17 @@ class Budget:
 
     @staticmethod
     def parse(value: object, *, what: str = "option 'budget'") -> Budget:
-        """Read any accepted form.
+        """Read a budget in any of the accepted forms.
 
-        An int counts bytes and a float is a share: ``1`` is one byte, ``1.0`` the whole
-        unbudgeted peak.  Numpy's integer and float scalars count as such.
+        An int is a number of bytes and a float is a share: ``1`` is one byte, ``1.0`` the whole
+        unbudgeted peak.  NumPy's integer and float scalars are treated as ints and floats.
 
         Args:
-            value: an int, a float in (0, 1], a string, or a `Budget` (returned as it is).
-            what: how messages call it.
+            value: an int, a float in (0, 1], a string, or a `Budget` (returned unchanged).
+            what: the name of the value in error messages.
 
         Raises:
-            OptionError: if it has none of these forms, or is not positive.
+            OptionError: if the value has none of these forms, or is not positive.
         """
         budget = _parse_amount(value, what)
         if budget.kind is BudgetKind.BYTES and budget.size_bytes < 1:
@@ -124,8 +130,8 @@ class Budget:
         """The amount in bytes, or None for ``"min"``.
 
         Args:
-            baseline_peak_bytes: the unbudgeted peak, of which a share is taken.
-            available_bytes: what the device can give, None where that cannot be known.
+            baseline_peak_bytes: the unbudgeted peak, which a share is multiplied by.
+            available_bytes: the memory that the device has free, or None if that is unknown.
 
         Raises:
             OptionError: for ``"auto"`` without ``available_bytes``.
@@ -138,7 +144,7 @@ class Budget:
             case BudgetKind.MIN:
                 return None
             case BudgetKind.OPTIMIZER:
-                return 0  # what it comes to is known where the optimizers are (`beside`)
+                return 0  # `beside` adds the optimizers' memory, once the optimizers are known
             case BudgetKind.AUTO:
                 if available_bytes is None:
                     raise OptionError(
@@ -154,7 +160,7 @@ class Budget:
         return self.text or self.canonical()
 
     def canonical(self) -> str:
-        """The same text for all budgets that mean the same."""
+        """A text that is the same for all equal budgets."""
         match self.kind:
             case BudgetKind.BYTES:
                 return f"{self.size_bytes}B"
@@ -176,7 +182,8 @@ def _parse_reserve(value: object, what: str) -> Budget:
         raise OptionError(
             f"{what} must be an amount, not {_show(value)}: it is subtracted from the budget."
             " Give an int (bytes, 0 for none), a string such as '2GiB' or '10%', a share of the"
-            " unbudgeted peak in [0, 1], or 'optimizer' (what the optimizers of the model hold)."
+            " unbudgeted peak in [0, 1], or 'optimizer' (the memory that the model's optimizers"
+            " need)."
         )
     if reserve.size_bytes < 0 or reserve.share < 0:
         raise OptionError(f"{what} must not be negative: {_show(value)}. Give 0 for none.")
@@ -184,7 +191,7 @@ def _parse_reserve(value: object, what: str) -> Budget:
 
 
 def _parse_amount(value: object, what: str) -> Budget:
-    """The amount, of either sign; the callers decide which signs make sense."""
+    """The amount, which may be negative: the callers decide whether that is an error."""
     if isinstance(value, Budget):
         return value
     if isinstance(value, str):
@@ -206,7 +213,7 @@ def _parse_amount(value: object, what: str) -> Budget:
                 f"{what} is the float {share}, and a float is a share of the unbudgeted peak, at"
                 f" most 1.0. Use an int for bytes{hint}, or a string such as '8GiB'."
             )
-        # The decimal that was written, not the binary fraction next to it.
+        # The decimal number that the user wrote, not the nearest binary fraction.
         return Budget(BudgetKind.SHARE, share=Fraction(str(share)), text=str(share))
     raise OptionError(
         f"{what} cannot be read from {_show(value)} of type {type(value).__name__}. Give {_FORMS};"
@@ -271,9 +278,10 @@ FrozenMapping: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 class ObjectsBeside:
-    """Optimizers, and modules such as an average of the weights, that live beside the graphs.
+    """Optimizers, and modules such as an average of the weights, that no graph contains.
 
-    They are not kept alive, and are no part of a cache key: what they come to in bytes is.
+    The objects are held by weak references.  They are not part of a cache key; the number of bytes
+    that they need is.
     """
 
     __slots__ = ("_references",)
@@ -282,7 +290,7 @@ class ObjectsBeside:
         self._references = tuple(weakref.ref(o) for o in objects)
 
     def alive(self) -> list[Any]:
-        """Those that still exist."""
+        """The objects that still exist."""
         return [o for reference in self._references if (o := reference()) is not None]
 
     def __bool__(self) -> bool:
@@ -295,10 +303,10 @@ class ObjectsBeside:
         return hash(tuple(map(id, self._references)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ObjectsBeside, ()  # for cache keys; another process has other objects
+        return ObjectsBeside, ()  # for cache keys: another process has other objects
 
     def uuid(self) -> str:
-        """Graphs that are told of optimizers share one ledger, and know of all of them."""
+        """The same for all optimizers, because graphs that are given any share one ledger."""
         return "given" if self else "none"
 
 
@@ -307,31 +315,32 @@ _NOTHING_BESIDE = ObjectsBeside()
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Every option, checked.  Made by `parse`.
+    """All options, checked; `parse` makes them.
 
     Attributes:
         budget: the most bytes that one step may hold; see ``docs/memory-model.md``.
-        reserve: taken off the budget, for what the graphs cannot see (another model, a buffer of
-            gradients); zero by default.  Of kind `BudgetKind.OPTIMIZER`: as ``optimizer``, with the
-            optimizers of the model's parameters, which are looked for.
-        optimizer: optimizers, and averages of the weights: what they hold is counted, and the
-            budget is one for the whole step, ``optimizer.step()`` included.
+        reserve: subtracted from the budget, for memory that the graphs cannot see (another model, a
+            gradient buffer); zero by default.  With `BudgetKind.OPTIMIZER`, the optimizers of the
+            model's parameters are found and then counted as if option ``optimizer`` named them.
+        optimizer: optimizers, and averages of the weights, whose memory is counted; the budget then
+            covers the whole step, ``optimizer.step()`` included.
         planner: a name in `dtrcompile.passes.planning.planners.PLANNERS`, or ``"auto"``.
         heuristic: a name in `dtrcompile.passes.planning.heuristics.HEURISTICS`; None lets the
             planner choose.
-        planning_s: about how many seconds planner ``"auto"`` may take for one plan, of which a
-            compilation makes up to half a dozen; it stands for a fixed amount of work, so that the
-            plan does not depend on the machine.  None: under one for a thousand operators, at
-            most 5.
+        planning_s: about how many seconds planner ``"auto"`` may take for one plan; a compilation
+            makes up to half a dozen plans.  The number is converted into a fixed amount of work, so
+            that the plan does not depend on the machine.  None: less than one second for a thousand
+            operators, at most 5 seconds.
         cost_model: ``"roofline"`` (analytic) or ``"measured"`` (each operator timed once).
         compiler: ``"inductor"``, or ``"eager"`` (the reference executor, which counts bytes).
-        inductor: passed on to Inductor as configuration patches, ``"mode"`` included; frozen, see
-            `inductor_patches`.
+        inductor: configuration patches that are passed on to Inductor, ``"mode"`` included, in a
+            frozen form (see `inductor_patches`).
         verify: check the emitted graphs and Inductor's final schedule against the plan.
-        several_graphs: the step is known to be more than one graph, so each saves as little as it
-            can until all have been seen.  False: so do those that are known to be followed.
-        most_plans: how many plans a graph with symbolic sizes may have at once, each for other
-            sizes.
+        several_graphs: the user says that the step consists of more than one graph, so every graph
+            saves as little as possible until all graphs have been seen.  False: only graphs that
+            are known to be followed by another one do so.
+        most_plans: the most plans that a graph with symbolic sizes may have at once, each for a
+            range of sizes.
     """
 
     budget: Budget = _AUTO
@@ -349,7 +358,7 @@ class Options:
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None = None) -> Options:
-        """Check ``options`` and fill in what they leave out (see the module docstring).
+        """Check ``options`` and fill in those that are not given (see the module docstring).
 
         Raises:
             OptionError: for an unknown name (the nearest is suggested) or an unusable value.
@@ -359,12 +368,12 @@ class Options:
 
     @property
     def counts_optimizers(self) -> bool:
-        """Whether the budget is one for the whole step, ``optimizer.step()`` included."""
+        """Whether the budget covers the whole step, ``optimizer.step()`` included."""
         return bool(self.optimizer) or self.finds_optimizers
 
     @property
     def finds_optimizers(self) -> bool:
-        """Whether the optimizers of the model's parameters are to be looked for."""
+        """Whether dtrcompile has to find the optimizers of the model's parameters."""
         return self.reserve.kind is BudgetKind.OPTIMIZER
 
     def resolve_budget_bytes(
@@ -373,8 +382,8 @@ class Options:
         """The budget less the reserve, in bytes; None for ``"min"``.
 
         Raises:
-            OptionError: for ``"auto"`` without ``available_bytes``, or when the reserve leaves
-                nothing.
+            OptionError: for ``"auto"`` without ``available_bytes``, or if the reserve is as large
+                as the budget.
         """
         budget_bytes = self.budget.resolve(baseline_peak_bytes, available_bytes)
         reserve_bytes = self.reserve.resolve(baseline_peak_bytes)
@@ -390,7 +399,7 @@ class Options:
 
     @property
     def is_whole_peak(self) -> bool:
-        """Whether the budget is what is held without one, less no reserve."""
+        """Whether the budget is 100 % of the unbudgeted peak, with no reserve."""
         budget, reserve = self.budget, self.reserve
         return (
             budget.kind is BudgetKind.SHARE
@@ -405,21 +414,21 @@ class Options:
 
     @property
     def inductor_mode(self) -> str | None:
-        """Inductor's mode, None where none was given."""
+        """Inductor's mode, or None if none was given."""
         return dict(self.inductor).get("mode")
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
-        """A new dict of Inductor's configuration patches, the mode left out."""
+        """A new dict of Inductor's configuration patches, without the mode."""
         return {name: _thaw(value) for name, value in self.inductor if name != "mode"}
 
     def planner_options(self) -> dict[str, Any]:
-        """What `passes.planners.make_planner` takes beside the name."""
+        """The keyword arguments for `passes.planning.planners.make_planner`."""
         given = {"heuristic": self.heuristic, "planning_s": self.planning_s}
         return {name: value for name, value in given.items() if value is not None}
 
     def cache_key(self) -> str:
-        """Equal for equal options, in any process; covers every option."""
+        """A text of all options, which is the same for equal options in any process."""
         parts = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -435,13 +444,14 @@ def set_defaults(**options: Any) -> None:
 
         dtrcompile.set_defaults(budget="8GiB")
 
-    Options that an earlier call set, and this one does not name, stay as they are;
-    `reset_defaults` forgets them all.
+    Options that an earlier call set and that this call does not name keep their values;
+    `reset_defaults` removes all of them.
 
-    Graphs that are compiled already keep what they were compiled with; a warning then names them.
+    Graphs that have been compiled already keep the options that they were compiled with; a warning
+    names those graphs.
 
     Raises:
-        OptionError: as `Options.parse`; nothing is changed then.
+        OptionError: as for `Options.parse`; no default is changed then.
     """
     values = _checked(options)
     _defaults.values = {**_defaults.values, **values}
@@ -453,9 +463,10 @@ def set_defaults(**options: Any) -> None:
     if late:
         changed = set().union(*late.values())
         log.warning(
-            "set_defaults(%s) comes after graph%s %s had been compiled with the earlier default,"
-            " which %s. It holds for what is compiled from here on. Call set_defaults before the"
-            " model first runs, or torch._dynamo.reset() after it to have all compiled again.",
+            "set_defaults(%s) was called after graph%s %s had been compiled with the earlier"
+            " default, which %s. The new default applies to graphs that are compiled from now on."
+            " Call set_defaults before the model first runs, or call torch._dynamo.reset() after it"
+            " to compile all graphs again.",
             ", ".join(f"{n}={_show(options[n])}" for n in sorted(changed)),
             "s" if len(late) > 1 else "",
             ", ".join(map(str, sorted(late))),
@@ -464,27 +475,36 @@ def set_defaults(**options: Any) -> None:
 
 
 def reset_defaults() -> None:
-    """Forget everything that `set_defaults` was told."""
+    """Remove all defaults that `set_defaults` has set."""
     _defaults.values = {}
 
 
 def defaults_used(graph: int, given: Mapping[str, Any] | None, parsed: Options) -> None:
-    """A graph was compiled with ``parsed``, of which only some had been ``given`` with it."""
+    """Note that ``graph`` was compiled with ``parsed``, and which of these options were defaults.
+
+    Args:
+        graph: index of the graph.
+        given: the options that were passed with the model itself.
+        parsed: all options.
+    """
     _defaults.used[graph] = {
         f.name: getattr(parsed, f.name) for f in fields(Options) if f.name not in (given or ())
     }
 
 
 def forget_defaults_used() -> None:
-    """No graph is compiled any more."""
+    """Forget which defaults the graphs used, because no compiled graph exists any more."""
     _defaults.used = {}
 
 
 class _Defaults:
-    """What `set_defaults` was told; replaced as a whole, so that a reader never sees half of it."""
+    """The defaults of `set_defaults`.
+
+    A change replaces the whole mapping, so that no reader sees a partial change.
+    """
 
     values: dict[str, Any]
-    used: dict[int, dict[str, Any]]  # graph -> options that it was not given itself
+    used: dict[int, dict[str, Any]]  # graph -> options that were not passed with the model itself
 
     def __init__(self) -> None:
         self.values = {}
@@ -495,7 +515,7 @@ _defaults = _Defaults()
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options that were given, each turned into its field's type."""
+    """The given options, each converted into the type of its field."""
     if options is None:
         return {}
     if not isinstance(options, Mapping):
@@ -518,15 +538,15 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def variable_of(option: str) -> str:
-    """The environment variable of an option."""
+    """The name of the environment variable of an option."""
     return _PREFIX + option.upper()
 
 
 def _from_environment(without: Iterable[str]) -> dict[str, Any]:
-    """Options that environment variables give, but for those that are given otherwise.
+    """The options that environment variables set, except those in ``without``.
 
     Raises:
-        OptionError: for an unusable value, or a name that looks like a misspelt one.
+        OptionError: for an unusable value, or a name that looks like a misspelt variable.
     """
     options = {variable_of(f.name): f.name for f in fields(Options) if f.name not in _OBJECTS}
     values: dict[str, Any] = {}
@@ -539,7 +559,7 @@ def _from_environment(without: Iterable[str]) -> dict[str, Any]:
             near = get_close_matches(variable, options, n=1, cutoff=0.9)
             if near:
                 raise OptionError(
-                    f"environment variable {variable} is not one of an option. Did you mean"
+                    f"environment variable {variable} does not belong to any option. Did you mean"
                     f" {near[0]}?"
                 )
         elif option not in without:
@@ -549,7 +569,7 @@ def _from_environment(without: Iterable[str]) -> dict[str, Any]:
 
 
 def _value_of(option: str, text: str, what: str) -> object:
-    """What a text stands for, as it would be given in Python."""
+    """The Python value that the text of an environment variable stands for."""
     match option:
         case "verify" | "several_graphs":
             words = {"1": True, "true": True, "yes": True, "on": True}
@@ -580,10 +600,12 @@ def _value_of(option: str, text: str, what: str) -> object:
 
 
 def _parsed(name: str, value: Any, what: str) -> Any:
-    """The value of an option, as its field holds it.
+    """The value of an option, checked and converted into the type of its field.
 
     Args:
-        what: how messages call it.
+        name: of the option.
+        value: as the user gave it.
+        what: the name of the value in error messages.
     """
     match name:
         case "budget":
@@ -633,8 +655,9 @@ def _parse_objects(value: object, what: str) -> ObjectsBeside:
         if not isinstance(item, (optim.Optimizer, nn.Module)):
             raise OptionError(
                 f"{what} must be a torch.optim.Optimizer, an nn.Module (an average of the weights),"
-                f" or a list of those, not {_show(item)} of type {type(item).__name__}. Where the"
-                " optimizer is not at hand, give reserve='optimizer', and it is looked for."
+                f" or a list of those, not {_show(item)} of type {type(item).__name__}. If your"
+                " script has no access to the optimizer, pass reserve='optimizer': dtrcompile then"
+                " finds it."
             )
     return ObjectsBeside(objects)
 
@@ -692,8 +715,8 @@ def _parse_inductor(value: object, what: str) -> FrozenMapping:
             )
     if "custom_partitioner_fn" in value:
         raise OptionError(
-            f"{what} must not set 'custom_partitioner_fn': that is where dtrcompile itself plans."
-            " Leave it out, or use backend='inductor'."
+            f"{what} must not set 'custom_partitioner_fn', because dtrcompile uses that hook"
+            " itself. Leave it out, or use backend='inductor'."
         )
     if "mode" in value:
         _parse_inductor_mode(value["mode"], what)
@@ -711,7 +734,7 @@ def _parse_inductor_mode(mode: object, what: str) -> None:
 
 
 def _freeze(value: Any, what: str) -> Any:
-    """A hashable copy of ``value``, from which `_thaw` makes an equal one again."""
+    """A hashable copy of ``value``, which `_thaw` converts back into an equal value."""
     if isinstance(value, list):
         return _FrozenList(tuple(_freeze(item, what) for item in value))
     if isinstance(value, tuple):
@@ -747,7 +770,7 @@ def _thaw(value: Any) -> Any:
 
 
 def _key(value: Any) -> str:
-    """A text that says what ``value`` is and holds no memory address."""
+    """A text that identifies ``value`` and contains no memory address."""
     match value:
         case _FrozenList(items):
             return f"[{', '.join(map(_key, items))}]"
@@ -760,7 +783,7 @@ def _key(value: Any) -> str:
         case enum.Enum():
             return f"{type(value).__qualname__}.{value.name}"
     uuid = getattr(value, "uuid", None)
-    if callable(uuid):  # torch's own way to name a custom pass in a cache key
+    if callable(uuid):  # by which torch itself identifies a custom pass in a cache key
         return f"{type(value).__module__}.{type(value).__qualname__}:{uuid()!r}"
     name = getattr(value, "__qualname__", None)
     if isinstance(name, str):
@@ -769,7 +792,7 @@ def _key(value: Any) -> str:
 
 
 def _show(value: object) -> str:
-    """``repr``, kept short: what was given may be a whole model."""
+    """A short ``repr``, because the value may be a whole model."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an int of {value.bit_length()} bits"
     text = repr(value)

@@ -1,7 +1,8 @@
 """Every exception that dtrcompile raises on purpose.
 
-Each says what was given, what is allowed, and what to do next.  All derive from `DTRError`, so a
-training script can catch the family; none of them is a subclass of another library's exception.
+Each message says what was given, what is allowed, and what to do next.  All of them derive from
+`DTRError`, so that a training script can catch them together; none is a subclass of another
+library's exception.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class OptionError(DTRError, ValueError):
 
     @classmethod
     def unknown(cls, what: str, given: object, allowed: Iterable[str]) -> OptionError:
-        """An unknown name, with the nearest allowed one."""
+        """The error for an unknown name; its message suggests the nearest allowed name."""
         names = sorted(allowed)
-        # Case does not count: the paper writes h_DTR.
+        # Upper and lower case are not distinguished, because the paper writes h_DTR.
         lowered = {name.lower(): name for name in names}
         near = [
             lowered[match]
@@ -32,33 +33,34 @@ class OptionError(DTRError, ValueError):
 
 
 class ProgramError(DTRError):
-    """A program, or a program file, breaks the rules of `program.Program`."""
+    """A program or a program file is invalid by the rules of `program.Program`."""
 
 
 class PlanError(DTRError):
-    """A plan breaks the rules of the referee (`replay.replay`)."""
+    """A plan is invalid by the rules of the referee (`replay.replay`)."""
 
 
 class UnsupportedPlanError(PlanError):
-    """A valid plan has steps that cannot be emitted (`plan.Offload`, `plan.Prefetch`)."""
+    """A valid plan contains steps that cannot be emitted (`plan.Offload`, `plan.Prefetch`)."""
 
 
 class CaptureError(DTRError):
-    """The graph holds something that cannot be turned into a program."""
+    """The graph contains something that cannot be represented in a program."""
 
 
 class VerificationError(DTRError):
-    """An emitted graph, or the schedule made from it, does not do what its plan says."""
+    """An emitted graph, or the schedule made from it, does not follow its plan."""
 
 
 class ChangedInputError(DTRError):
-    """What has to be computed again in backward depends on a tensor that was changed meanwhile."""
+    """A value must be recomputed in backward from a tensor that has been changed since forward."""
 
     def __init__(self) -> None:
         super().__init__(
-            "a compiled graph gave up what it had saved, to make room for others of the step, and"
-            " one of its inputs or parameters was changed in place before its backward. Run"
-            " backward before the change (an optimizer's step, for instance), or pass"
+            "a compiled graph freed the values that it had saved for backward, to make room for"
+            " other graphs of the step, and one of its inputs or parameters was then changed in"
+            " place before its backward, so the saved values cannot be recomputed. Run backward"
+            " before the change (an optimizer's step, for instance), or pass"
             " options={'several_graphs': True}, so that the graphs need less room from the start."
         )
 
@@ -67,18 +69,19 @@ class ChangedInputError(DTRError):
 
 
 class ProgramTooLargeError(DTRError):
-    """A planner that searches exhaustively refuses a program, or gives a search up."""
+    """A planner that searches exhaustively refuses a program, or abandons the search."""
 
 
 class InfeasibleBudgetError(DTRError):
     """No plan was found that stays within the budget.
 
     Attributes:
-        budget_bytes: what was asked for.
-        minimum_bytes: the smallest budget that can be met, or None where no plan was found at all.
-        operator: name of the operator at which that smallest plan has its peak.
-        largest: (storage name, size_bytes) of the largest storages live there, largest first.
-        advice: what else can be done, one or more sentences.
+        budget_bytes: the budget that was asked for.
+        minimum_bytes: the smallest budget that a plan was found for, or None if no plan was found.
+        operator: name of the operator at which the peak of that plan occurs.
+        largest: (storage name, size_bytes) of the largest storages live at that peak, largest
+            first.
+        advice: further advice for the user, in one or more sentences.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class InfeasibleBudgetError(DTRError):
             lines.append(
                 f"The smallest budget that can be met is {minimum_bytes} bytes"
                 f" ({format_bytes(minimum_bytes)})"
-                + (f"; its peak stands at operator {operator!r}." if operator else ".")
+                + (f"; its peak occurs at operator {operator!r}." if operator else ".")
             )
         if self.largest:
             live = ", ".join(f"{name} ({format_bytes(size)})" for name, size in self.largest)
@@ -115,7 +118,7 @@ class InfeasibleBudgetError(DTRError):
         super().__init__(" ".join(lines))
 
     def with_advice(self, advice: str) -> InfeasibleBudgetError:
-        """The same with ``advice``."""
+        """A copy of this error with ``advice`` in place of its own."""
         return _rebuild_infeasible(
             self.budget_bytes, self.minimum_bytes, self.operator, self.largest, advice
         )
@@ -132,10 +135,10 @@ class InfeasibleBudgetError(DTRError):
 
 
 class TimeLimitError(InfeasibleBudgetError):
-    """An exact planner's time was up before it had a plan; there may be one.
+    """An exact planner reached its time limit before it found a plan; a plan may still exist.
 
     Attributes:
-        time_limit_s: how long it may search.
+        time_limit_s: the limit on the planner's search.
     """
 
     def __init__(self, budget_bytes: int, *, time_limit_s: float) -> None:
@@ -143,8 +146,8 @@ class TimeLimitError(InfeasibleBudgetError):
         self.time_limit_s = time_limit_s
         self.args = (
             f"no plan was found for a budget of {format_bytes(budget_bytes)} within"
-            f" {time_limit_s:g} s, and none was ruled out. Raise time_limit_s, or use the planner"
-            " 'auto'.",
+            f" {time_limit_s:g} s, but it was not proven that there is none. Raise time_limit_s, or"
+            " use the planner 'auto'.",
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -152,19 +155,19 @@ class TimeLimitError(InfeasibleBudgetError):
 
 
 class UnknownOptimizerError(DTRError):
-    """What an optimizer's ``step`` holds cannot be counted.
+    """The memory that an optimizer's ``step`` needs cannot be counted.
 
     Attributes:
-        optimizer: its class.
-        reason: why not.
+        optimizer: name of the optimizer's class.
+        reason: why its memory cannot be counted.
     """
 
     def __init__(self, optimizer: str, reason: str) -> None:
         self.optimizer, self.reason = optimizer, reason
         super().__init__(
-            f"what {optimizer} holds is not known, because its step cannot be run on tensors"
-            f" without data ({reason}). Leave it out of the options, and set its state and its"
-            " temporaries aside yourself: options={'reserve': '2GiB'}."
+            f"the memory that {optimizer} needs cannot be counted, because its step cannot be run"
+            f" on tensors without data ({reason}). Leave the optimizer out of the options, and"
+            " reserve memory for its state and its temporaries: options={'reserve': '2GiB'}."
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -186,12 +189,12 @@ class MissingExtraError(DTRError):
 
 
 class UnsupportedTorchError(DTRError):
-    """The release of PyTorch that is installed is none that dtrcompile was tried on.
+    """The installed release of PyTorch is not one that dtrcompile was tested with.
 
     Attributes:
-        version: what is installed.
-        oldest, newest: the first two numbers of the supported releases.
-        variable: the environment variable that tries others.
+        version: the installed version.
+        oldest, newest: the oldest and the newest supported release, as (major, minor).
+        variable: the environment variable that lets other releases pass.
     """
 
     def __init__(
@@ -201,9 +204,9 @@ class UnsupportedTorchError(DTRError):
         first, last = f"{oldest[0]}.{oldest[1]}", f"{newest[0]}.{newest[1]}"
         after = f"{newest[0]}.{newest[1] + 1}"
         super().__init__(
-            f"dtrcompile supports PyTorch {first} to {last}, and this is {version}: install one of"
-            f" those (torch>={first},<{after}), or set the environment variable {variable}=1 to try"
-            " this one all the same"
+            f"dtrcompile supports PyTorch {first} to {last}, but {version} is installed: install a"
+            f" supported release (torch>={first},<{after}), or set the environment variable"
+            f" {variable}=1 to try this one anyway"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -211,17 +214,18 @@ class UnsupportedTorchError(DTRError):
 
 
 class ChangedTorchError(DTRError):
-    """The installed PyTorch is not what was read of it.
+    """The installed PyTorch differs from the PyTorch that dtrcompile was written for.
 
     Attributes:
-        names: private names that are gone, or functions whose source has changed.
+        names: private names that no longer exist, or replaced functions whose source has changed.
+        what: the problem that all of them have, for the message.
     """
 
     def __init__(self, names: Sequence[str], what: str) -> None:
         self.names, self.what = tuple(names), what
         super().__init__(
-            f"{', '.join(names)}: {what}. Use a supported release of PyTorch; to support this one,"
-            " docs/releases.md says what to read and to mend."
+            f"{', '.join(names)}: {what}. Use a supported release of PyTorch; docs/releases.md"
+            " describes how to support another one."
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -249,7 +253,7 @@ def _rebuild_infeasible(
 
 
 def wrapped_error(error: BaseException) -> DTRError | None:
-    """The error of this package that ``error`` is, or that PyTorch wrapped in it; None for none."""
+    """``error``, or the error that PyTorch wrapped in it, if that is a `DTRError`; else None."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -268,7 +272,7 @@ def wrapped_error(error: BaseException) -> DTRError | None:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """``size_bytes`` for a person: ``'93.0 MiB'``."""
+    """``size_bytes`` in a readable form, such as ``'93.0 MiB'``."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

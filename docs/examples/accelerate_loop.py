@@ -1,4 +1,4 @@
-"""Accelerate: a loop of one's own, with accumulation.
+"""Accelerate: a custom training loop with gradient accumulation.
 
     python docs/examples/accelerate_loop.py
 
@@ -14,7 +14,7 @@ import dtrcompile
 
 
 class Net(nn.Module):
-    """Of one's own: ``nn.Sequential(...).compile()`` compiles nothing, and does not say so."""
+    """A class of its own, because ``nn.Sequential(...).compile()`` silently compiles nothing."""
 
     def __init__(self) -> None:
         super().__init__()

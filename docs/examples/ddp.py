@@ -1,4 +1,4 @@
-"""DistributedDataParallel, whose buckets come off the budget.
+"""DistributedDataParallel, whose buckets are subtracted from the budget.
 
 torchrun --nproc-per-node 2 docs/examples/ddp.py
 """

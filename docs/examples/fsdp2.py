@@ -1,4 +1,4 @@
-"""FSDP2: ``fully_shard``, compiled block by block or whole.
+"""FSDP2: ``fully_shard``, compiled block by block or as a whole model.
 
 torchrun --nproc-per-node 2 docs/examples/fsdp2.py --per block
 torchrun --nproc-per-node 2 docs/examples/fsdp2.py --per model
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Of one's own: ``nn.Sequential(...).compile()`` compiles nothing, and does not say so."""
+    """A class of its own, because ``nn.Sequential(...).compile()`` silently compiles nothing."""
 
     def __init__(self, width: int, blocks: int) -> None:
         super().__init__()

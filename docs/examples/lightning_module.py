@@ -1,4 +1,4 @@
-"""Lightning: a submodule is compiled; the sanity check before the first step stays on.
+"""Lightning: a submodule is compiled; the sanity check before the first step stays enabled.
 
 DTRCOMPILE_RESERVE=optimizer python docs/examples/lightning_module.py
 """
@@ -11,7 +11,7 @@ import dtrcompile
 
 
 class Net(nn.Module):
-    """Of one's own: ``nn.Sequential(...).compile()`` compiles nothing, and does not say so."""
+    """A class of its own, because ``nn.Sequential(...).compile()`` silently compiles nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""PEFT: a LoRA adapter on a frozen model, whose weights have no gradients and no state.
+"""PEFT: a LoRA adapter on a frozen model, whose weights have neither gradients nor optimizer state.
 
 python docs/examples/peft_lora.py
 """

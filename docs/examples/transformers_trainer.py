@@ -15,7 +15,7 @@ import dtrcompile
 
 
 class Tokens(torch.utils.data.Dataset):
-    """Random ones; a last batch that is smaller than the others."""
+    """Random texts; the last batch is smaller than the others."""
 
     def __len__(self) -> int:
         return 10

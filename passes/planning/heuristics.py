@@ -11,7 +11,8 @@ needs a storage which was evicted and is computed from it.
 What is done differently from the authors' simulator, everywhere: operators that have not run yet
 are never counted in an evicted neighborhood, and neither are storages that nothing needs again.
 
-Adding one is a class with its formula and a line in `HEURISTICS`.
+Adding one is a class with its formula and a line in `HEURISTICS`, both in this file, and a row of
+docs/extending.md.
 """
 
 from __future__ import annotations

@@ -1,26 +1,18 @@
-"""The planners by name, and what can be asked of any of them."""
+"""The planners by name, and what can be asked of any of them.
+
+`PLANNERS` holds every planner that a module of this folder defines.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from inspect import isabstract
+from pkgutil import iter_modules
 from typing import Any
 
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
 from dtrcompile.passes.planning.heuristics import HEURISTICS
-from dtrcompile.passes.planning.planners.auto import AutoPlanner
-from dtrcompile.passes.planning.planners.base import (
-    KeepAllPlanner,
-    Planner,
-    keep_all,
-    lower_bound_bytes,
-)
-from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
-from dtrcompile.passes.planning.planners.checkmate import CheckmatePlanner
-from dtrcompile.passes.planning.planners.checkmate_lp import CheckmateLPPlanner
-from dtrcompile.passes.planning.planners.chen_greedy import ChenGreedyPlanner
-from dtrcompile.passes.planning.planners.chen_sqrt import ChenSqrtPlanner
-from dtrcompile.passes.planning.planners.dtr import DTRPlanner
-from dtrcompile.passes.planning.planners.offload import OffloadPlanner
-from dtrcompile.passes.planning.planners.treeverse import TreeversePlanner
+from dtrcompile.passes.planning.planners.base import Planner, keep_all, lower_bound_bytes
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
@@ -35,18 +27,24 @@ __all__ = [
     "minimum_plan",
 ]
 
-PLANNERS: dict[str, type[Planner]] = {
-    AutoPlanner.name: AutoPlanner,
-    CheckmatePlanner.name: CheckmatePlanner,
-    CheckmateLPPlanner.name: CheckmateLPPlanner,
-    DTRPlanner.name: DTRPlanner,
-    KeepAllPlanner.name: KeepAllPlanner,
-    ChenSqrtPlanner.name: ChenSqrtPlanner,
-    ChenGreedyPlanner.name: ChenGreedyPlanner,
-    TreeversePlanner.name: TreeversePlanner,
-    BruteForcePlanner.name: BruteForcePlanner,
-    OffloadPlanner.name: OffloadPlanner,
-}
+
+def _planners() -> dict[str, type[Planner]]:
+    """Every planner by its name: the concrete subclasses of `Planner` in this folder's modules.
+
+    They are found, not listed, so that adding a planner is adding one file.
+    """
+    found: dict[str, type[Planner]] = {}
+    for info in iter_modules(__path__):
+        module = import_module(f"{__name__}.{info.name}")
+        for value in vars(module).values():
+            is_own = isinstance(value, type) and value.__module__ == module.__name__
+            if is_own and issubclass(value, Planner) and not isabstract(value):
+                other = found.setdefault(value.name, value)
+                assert other is value, f"{other} and {value} are both named {value.name!r}"
+    return found
+
+
+PLANNERS: dict[str, type[Planner]] = _planners()
 
 _MOST_RUNS = 22
 

@@ -1,7 +1,7 @@
 """What every planner is: a program and a budget in, a plan out.
 
 A planner raises `InfeasibleBudgetError` where it finds no plan; it never returns one that the
-referee puts over the budget.  Adding a planner is one file and one line in `planners.PLANNERS`.
+referee puts over the budget.  Adding a planner is adding one file.
 """
 
 from __future__ import annotations
