@@ -283,6 +283,26 @@ def needs_own_kernel(node: fx.Node) -> bool:
     return any(v.dtype.is_complex for v in tensor_values(node))
 
 
+def view_base(node: fx.Node) -> fx.Node | None:
+    """The argument that a view (or an element of a split) aliases; None for an owner."""
+    if node.op != "call_function":
+        return None
+    kind = role(node)
+    if kind is Role.ITEM:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source if source.op == "call_function" and role(source) is Role.VIEW else None
+    if kind is Role.VIEW:
+        for argument in (*node.args, *node.kwargs.values()):
+            if isinstance(argument, fx.Node) and (is_tensor(argument) or is_sequence(argument)):
+                return argument
+    if is_mutating(node) and is_tensor(node):
+        # An in-place operator returns the tensor that it wrote into.
+        written = mutated_arguments(node)
+        return written[0] if written else None
+    return None
+
+
 def tensor_values(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors that a node makes: one, or a multi-output operator's."""
     val = value(node)

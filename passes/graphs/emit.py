@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from dtrcompile.passes.errors import CaptureError
-from dtrcompile.passes.graphs.capture import Captured, view_base
+from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.modules import output_arguments
 from dtrcompile.passes.nodes import (
     Role,
@@ -34,6 +34,7 @@ from dtrcompile.passes.nodes import (
     mark,
     role,
     value,
+    view_base,
 )
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan, Step, refuse_copies
 from dtrcompile.passes.torch_private import (

@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import fx
 
 from dtrcompile.passes.errors import VerificationError
-from dtrcompile.passes.graphs.capture import Captured, view_base
+from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, free
-from dtrcompile.passes.nodes import mark_of
+from dtrcompile.passes.nodes import mark_of, view_base
 from dtrcompile.passes.program.plan import Boundary, Compute, Plan, refuse_copies
 from dtrcompile.passes.program.program import StorageKind
 from dtrcompile.passes.program.replay import MemoryTimeline
