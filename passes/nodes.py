@@ -207,6 +207,21 @@ def is_sequence(node: fx.Node) -> bool:
     return isinstance(val, (tuple, list))
 
 
+def is_symbolic_number(node: fx.Node) -> bool:
+    """Whether the node's value is a number that depends on symbolic sizes or on data."""
+    return isinstance(value(node), torch.types.py_sym_types)
+
+
+def settled_number(node: fx.Node) -> int | float | None:
+    """A number that is known while graphs are made, such as a size that a guard has fixed."""
+    if node.op != "call_function" or role(node) is not Role.SCALAR:
+        return None
+    val = value(node)
+    if isinstance(val, torch.SymInt) and val.node.expr.is_Integer:
+        return int(val.node.expr)
+    return val if isinstance(val, (int, float)) else None
+
+
 def _is_view_target(target: object) -> bool:
     if not isinstance(target, OpOverload):
         return False

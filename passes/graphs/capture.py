@@ -15,7 +15,6 @@ what owns an operator's storage carries it as ``output_of``.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -206,15 +205,19 @@ class Captured:
             for storage in self.program.storages
         )
 
+    @functools.cached_property
+    def shared_constants(self) -> frozenset[int]:
+        """Storages of which several constants are views."""
+        return frozenset(s for n, s in self.storage_of.items() if self.storage_nodes[s] is not n)
+
     def storage_expressions(self) -> tuple[sympy.Expr, ...]:
         """Of each storage its size in the graph's symbols, before the allocator rounds it up."""
-        sharing = Counter(self.storage_of.values())
         found: list[sympy.Expr] = []
         for storage, size_bytes in zip(self.program.storages, self.storage_bytes(), strict=True):
             node = self.storage_nodes[storage.id]
             if not storage.is_constant:
                 found.append(allocated_expression(node, self.same_value))
-            elif sharing[storage.id] == 1:
+            elif storage.id not in self.shared_constants:
                 found.append(extent_expression(tensor_of(node)))
             else:
                 found.append(sympy.Integer(size_bytes))  # views of parameters

@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from dtrcompile.passes.errors import CaptureError
-from dtrcompile.passes.graphs.modules import output_arguments, placeholders
-from dtrcompile.passes.nodes import Role, is_mutating, is_tensor, role, value, view_base
+from dtrcompile.passes.graphs.modules import calls_of, output_arguments, placeholders
+from dtrcompile.passes.nodes import (
+    Role,
+    is_mutating,
+    is_symbolic_number,
+    is_tensor,
+    role,
+    view_base,
+)
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,8 @@ def _received(
     if backward is None:
         return {}
     saved = output_arguments(forward)[num_fwd_outputs:]
-    numbers = [a for a in saved if _is_symbolic_number(a)]
-    others = [a for a in saved if not _is_symbolic_number(a)]
+    numbers = [a for a in saved if isinstance(a, fx.Node) and is_symbolic_number(a)]
+    others = [a for a in saved if not (isinstance(a, fx.Node) and is_symbolic_number(a))]
     inputs = placeholders(backward)
     if len(inputs) < len(saved):
         raise CaptureError(
@@ -126,15 +132,11 @@ def _received(
     }
 
 
-def _is_symbolic_number(argument: object) -> bool:
-    return isinstance(argument, fx.Node) and isinstance(value(argument), torch.types.py_sym_types)
-
-
 def _ordered_calls(
     gm: fx.GraphModule, same_value: Mapping[fx.Node, fx.Node], draws: Sequence[fx.Node]
 ) -> list[fx.Node]:
     """A graph's calls; a draw comes with all that it needs before the one that follows it."""
-    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    calls = calls_of(gm)
     present = set(calls)
     draws = [n for n in draws if n in present]
     if not draws or any(is_mutating(n) for n in calls[: max(map(calls.index, draws))]):
