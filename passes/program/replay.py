@@ -176,7 +176,7 @@ class _Replay:
         during: list[int] = []
         after: list[int] = []
         at_step = start_bytes
-        for index, (step, following) in enumerate(zip(steps, [*steps[1:], None], strict=True)):
+        for index, (step, following) in enumerate(zip(steps, [*steps[1:], None], strict=False)):
             self.index = index
             at_step, workspace, operator = min(self.live_bytes, at_step), 0, ""
             match step:
