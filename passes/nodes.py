@@ -363,14 +363,14 @@ def draws_random_numbers(node: fx.Node) -> bool:
     )
 
 
-def why_not_recomputable(node: fx.Node) -> str | None:
-    """Why the node may run only once, or None if running it again gives the same value."""
+def effect_of(node: fx.Node) -> str | None:
+    """Why running the node again is not the same as running it once, or None if it is."""
     target = node.target
     if isinstance(target, HigherOrderOperator):
         if target not in _PURE_HIGHER_ORDER:
             return f"higher-order operator {target.name()}"
         inner = (n for graph in _inner_graphs(node) for n in graph.nodes)
-        return next(filter(None, map(why_not_recomputable, inner)), None)
+        return next(filter(None, map(effect_of, inner)), None)
     if not isinstance(target, OpOverload):
         return None
     if target.namespace in _COLLECTIVE_NAMESPACES:
@@ -385,7 +385,18 @@ def why_not_recomputable(node: fx.Node) -> str | None:
         return (
             f"custom operator {target} is not known to be pure; dtrcompile.declare_operator says so"
         )
-    policy = node.meta.get("recompute")
+    return None
+
+
+def why_not_recomputable(node: fx.Node) -> str | None:
+    """Why the node may run only once, or None if it may run again and gives the same value."""
+    effect = effect_of(node)
+    if effect is not None:
+        return effect
+    if isinstance(node.target, HigherOrderOperator):
+        inner = (n for graph in _inner_graphs(node) for n in graph.nodes)
+        return next(filter(None, map(why_not_recomputable, inner)), None)
+    policy = node.meta.get("recompute") if isinstance(node.target, OpOverload) else None
     if policy is not None and getattr(policy, "name", "") == "MUST_SAVE":
         return "the user's checkpoint policy says that it must be saved"
     return None

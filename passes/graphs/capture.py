@@ -61,7 +61,6 @@ from dtrcompile.passes.program.program import (
 )
 from dtrcompile.passes.program.sizes import Sizes
 from dtrcompile.passes.torch_private import (
-    InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
     PlainAOTOutput,
 )
@@ -368,14 +367,7 @@ def _written_inputs(split: Split) -> list[fx.Node]:
     in_graphs = [
         split.owner(n) for node in split.calls if is_mutating(node) for n in mutated_arguments(node)
     ]
-    (out,) = split.forward.graph.find_nodes(op="output")
-    updated = [
-        kind.mutated_input
-        for kind in out.meta.get("desc", ())
-        if isinstance(kind, InputMutationAOTOutput)
-    ]
-    after = [n for n in placeholders(split.forward) if n.meta.get("desc") in updated]
-    return [*in_graphs, *after]
+    return [*in_graphs, *split.updated_after_forward]
 
 
 class _ProgramBuilder:

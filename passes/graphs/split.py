@@ -21,6 +21,7 @@ from dtrcompile.passes.nodes import (
     role,
     view_base,
 )
+from dtrcompile.passes.torch_private import InputMutationAOTOutput
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,17 @@ class Split:
     def results(self) -> list[fx.Node]:
         """All tensors that leave the graphs to stay: the user's outputs, then the gradients."""
         return [*self.user_outputs, *self.gradients]
+
+    @property
+    def updated_after_forward(self) -> list[fx.Node]:
+        """Inputs that AOTAutograd updates when forward has returned (running statistics)."""
+        (out,) = self.forward.graph.find_nodes(op="output")
+        updated = [
+            kind.mutated_input
+            for kind in out.meta.get("desc", ())
+            if isinstance(kind, InputMutationAOTOutput)
+        ]
+        return [n for n in placeholders(self.forward) if n.meta.get("desc") in updated]
 
     def owner(self, node: fx.Node) -> fx.Node:
         """The node that owns the storage of a tensor node's value, through views."""
