@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from dtrcompile.passes.graphs.emit import free
@@ -197,6 +198,8 @@ class _Walk:
                 return ("slice", *(self.key(a, is_place) for a in (start, stop, step)))
             case float() | complex():
                 return type(argument), repr(argument)  # not a number is itself; zero has a sign
+            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+                return "size", argument.node.expr
             case Hashable():
                 return type(argument), argument  # 1 is not True
             case _:
