@@ -207,6 +207,21 @@ def is_sequence(node: fx.Node) -> bool:
     return isinstance(val, (tuple, list))
 
 
+def is_symbolic_number(node: fx.Node) -> bool:
+    """Whether the node's value is a number that depends on symbolic sizes or on data."""
+    return isinstance(value(node), torch.types.py_sym_types)
+
+
+def settled_number(node: fx.Node) -> int | float | None:
+    """A number that is known while graphs are made, such as a size that a guard has fixed."""
+    if node.op != "call_function" or role(node) is not Role.SCALAR:
+        return None
+    val = value(node)
+    if isinstance(val, torch.SymInt) and val.node.expr.is_Integer:
+        return int(val.node.expr)
+    return val if isinstance(val, (int, float)) else None
+
+
 def _is_view_target(target: object) -> bool:
     if not isinstance(target, OpOverload):
         return False
@@ -283,6 +298,26 @@ def needs_own_kernel(node: fx.Node) -> bool:
     return any(v.dtype.is_complex for v in tensor_values(node))
 
 
+def view_base(node: fx.Node) -> fx.Node | None:
+    """The argument that a view (or an element of a split) aliases; None for an owner."""
+    if node.op != "call_function":
+        return None
+    kind = role(node)
+    if kind is Role.ITEM:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source if source.op == "call_function" and role(source) is Role.VIEW else None
+    if kind is Role.VIEW:
+        for argument in (*node.args, *node.kwargs.values()):
+            if isinstance(argument, fx.Node) and (is_tensor(argument) or is_sequence(argument)):
+                return argument
+    if is_mutating(node) and is_tensor(node):
+        # An in-place operator returns the tensor that it wrote into.
+        written = mutated_arguments(node)
+        return written[0] if written else None
+    return None
+
+
 def tensor_values(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors that a node makes: one, or a multi-output operator's."""
     val = value(node)
@@ -328,14 +363,14 @@ def draws_random_numbers(node: fx.Node) -> bool:
     )
 
 
-def why_not_recomputable(node: fx.Node) -> str | None:
-    """Why the node may run only once, or None if running it again gives the same value."""
+def effect_of(node: fx.Node) -> str | None:
+    """Why running the node again is not the same as running it once, or None if it is."""
     target = node.target
     if isinstance(target, HigherOrderOperator):
         if target not in _PURE_HIGHER_ORDER:
             return f"higher-order operator {target.name()}"
         inner = (n for graph in _inner_graphs(node) for n in graph.nodes)
-        return next(filter(None, map(why_not_recomputable, inner)), None)
+        return next(filter(None, map(effect_of, inner)), None)
     if not isinstance(target, OpOverload):
         return None
     if target.namespace in _COLLECTIVE_NAMESPACES:
@@ -350,7 +385,18 @@ def why_not_recomputable(node: fx.Node) -> str | None:
         return (
             f"custom operator {target} is not known to be pure; dtrcompile.declare_operator says so"
         )
-    policy = node.meta.get("recompute")
+    return None
+
+
+def why_not_recomputable(node: fx.Node) -> str | None:
+    """Why the node may run only once, or None if it may run again and gives the same value."""
+    effect = effect_of(node)
+    if effect is not None:
+        return effect
+    if isinstance(node.target, HigherOrderOperator):
+        inner = (n for graph in _inner_graphs(node) for n in graph.nodes)
+        return next(filter(None, map(why_not_recomputable, inner)), None)
+    policy = node.meta.get("recompute") if isinstance(node.target, OpOverload) else None
     if policy is not None and getattr(policy, "name", "") == "MUST_SAVE":
         return "the user's checkpoint policy says that it must be saved"
     return None

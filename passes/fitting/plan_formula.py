@@ -10,7 +10,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from dtrcompile.passes.fitting.peak_formula import Moment, Moments
-from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
+from dtrcompile.passes.program.plan import (
+    Boundary,
+    Compute,
+    Free,
+    Plan,
+    refuse_copies,
+    unknown_step,
+)
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.program.sizes import Term
 
@@ -23,6 +30,9 @@ def plan_moments(
     Args:
         sizes: of each storage.
         workspaces: operator -> what it holds only while it runs.
+
+    Raises:
+        UnsupportedPlanError: if the plan copies to the host.
     """
     storages = program.storages
     resident = {s.id for s in storages if s.is_constant and s.kind is not StorageKind.TANGENT}
@@ -32,7 +42,7 @@ def plan_moments(
     boundary: Moment = {}
     saved: Moment = {}
     moments = forward
-    for step in plan.steps:
+    for step in refuse_copies(plan, "plan_moments"):
         match step:
             case Compute(o):
                 operator = program.operators[o]
@@ -65,6 +75,8 @@ def plan_moments(
                         resident.add(storage.id)
                         held[sizes[storage.id]] += 1
                 moments.append(dict(held))
+            case _:
+                raise unknown_step(step)
     if program.boundary is None:
         boundary = +held
     return Moments(forward, backward, boundary, saved)

@@ -4,30 +4,18 @@ Where in the pipeline: after AOTAutograd, Inductor's joint-graph passes and the 
 partitioner (or, for inference, on the one graph there is).  The program is the forward graph
 followed by the backward graph, so at an ample budget the result is the default's.
 
-Operators are what Inductor will run, not FX nodes.  A KERNEL node (`nodes.Role`) is an operator.
-FUSED nodes are grouped greedily, in graph order, the way Inductor's scheduler fuses a producer with
-its consumers: a cluster stays open until something outside it reads one of its values, or until
-waiting for the next consumer would keep many of its inputs alive (a gradient that is added up over
-the steps of an unrolled loop: the sum so far is kept instead of all terms).  A FUSED
-value is *materialized* (has a storage) if a kernel, another cluster or an output reads it, unless
-all that reads it there is an indirect load, which computes the few elements that it takes; each
-materialized value is one operator, whose nodes are the *cone* of unmaterialized nodes above it.
-Views own no bytes and are made again at each use.
-
-What is approximate: Inductor may also inline a cheap value into several kernels, or split a
-cluster.  The schedule that Inductor makes of the emitted graphs is read back by `schedule` and is
-what the promise is made of; the program only has to be good enough to plan with.  So that
-`schedule` can say what a library call held, each KERNEL node carries the number of its operator,
-``operator`` in its `nodes.Mark`, and so do its copies in emitted graphs; what owns an operator's
-storage carries it as ``output_of``.
+`grouping` says which nodes are one operator; here they get storages, costs and a place in the
+program.  The schedule that Inductor makes of the emitted graphs is read back by
+`inductor.schedule_trace` and is what the promise is made of; the program only has to be good enough
+to plan with.  So that the trace can say what a library call held, each KERNEL node carries the
+number of its operator, ``operator`` in its `nodes.Mark`, and so do its copies in emitted graphs;
+what owns an operator's storage carries it as ``output_of``.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -37,23 +25,26 @@ from torch import fx
 from dtrcompile.passes.device.allocators import EXACT, Allocator
 from dtrcompile.passes.device.costs import CostModel
 from dtrcompile.passes.errors import CaptureError
-from dtrcompile.passes.graphs.modules import output_arguments
+from dtrcompile.passes.graphs.grouping import CapturedOperator, group
+from dtrcompile.passes.graphs.modules import output_arguments, placeholders
+from dtrcompile.passes.graphs.split import Split, owner
+from dtrcompile.passes.graphs.storage_sizes import (
+    allocated_bytes,
+    allocated_expression,
+    constant_bytes,
+    tensor_of,
+)
 from dtrcompile.passes.nodes import (
     Role,
     draws_random_numbers,
     extent_bytes,
     extent_expression,
     has_unbacked_size,
-    hint,
     is_mutating,
     is_sequence,
     is_tensor,
     mark,
     mutated_arguments,
-    numel,
-    owned_bytes,
-    owned_expression,
-    packet,
     role,
     storage_key,
     tensor_values,
@@ -70,25 +61,9 @@ from dtrcompile.passes.program.program import (
 )
 from dtrcompile.passes.program.sizes import Sizes
 from dtrcompile.passes.torch_private import (
-    InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
     PlainAOTOutput,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedOperator:
-    """The FX nodes of one operator of the program.
-
-    Attributes:
-        nodes: the cone in topological order, views on the way included.
-        outputs: the nodes that own the operator's output storages.
-        cluster: operators with the same number are expected in one Inductor kernel.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    cluster: int
 
 
 @dataclass(frozen=True)
@@ -222,23 +197,27 @@ class Captured:
             sharing.setdefault(s, []).append(node)
         return tuple(
             self.allocator.block_bytes(
-                _constant_bytes(sharing[storage.id])
+                constant_bytes(sharing[storage.id])
                 if storage.is_constant
-                else _owned_bytes(self.storage_nodes[storage.id], self.same_value)
+                else allocated_bytes(self.storage_nodes[storage.id], self.same_value)
             )
             for storage in self.program.storages
         )
 
+    @functools.cached_property
+    def shared_constants(self) -> frozenset[int]:
+        """Storages of which several constants are views."""
+        return frozenset(s for n, s in self.storage_of.items() if self.storage_nodes[s] is not n)
+
     def storage_expressions(self) -> tuple[sympy.Expr, ...]:
         """Of each storage its size in the graph's symbols, before the allocator rounds it up."""
-        sharing = Counter(self.storage_of.values())
         found: list[sympy.Expr] = []
         for storage, size_bytes in zip(self.program.storages, self.storage_bytes(), strict=True):
             node = self.storage_nodes[storage.id]
             if not storage.is_constant:
-                found.append(_owned_expression(node, self.same_value))
-            elif sharing[storage.id] == 1:
-                found.append(extent_expression(_tensor(node)))
+                found.append(allocated_expression(node, self.same_value))
+            elif storage.id not in self.shared_constants:
+                found.append(extent_expression(tensor_of(node)))
             else:
                 found.append(sympy.Integer(size_bytes))  # views of parameters
         return tuple(found)
@@ -298,36 +277,6 @@ class Captured:
         return owner(node, self.same_value)
 
 
-def owner(node: fx.Node, same_value: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Follow views, and elements of lists of views, up to the node that owns the storage."""
-    node = same_value.get(node, node)
-    while True:
-        base = view_base(node)
-        if base is None:
-            return node
-        node = same_value.get(base, base)
-
-
-def view_base(node: fx.Node) -> fx.Node | None:
-    """The argument that a view (or an element of a split) aliases; None for an owner."""
-    if node.op != "call_function":
-        return None
-    kind = role(node)
-    if kind is Role.ITEM:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        return source if source.op == "call_function" and role(source) is Role.VIEW else None
-    if kind is Role.VIEW:
-        for argument in (*node.args, *node.kwargs.values()):
-            if isinstance(argument, fx.Node) and (is_tensor(argument) or is_sequence(argument)):
-                return argument
-    if is_mutating(node) and is_tensor(node):
-        # An in-place operator returns the tensor that it wrote into.
-        written = mutated_arguments(node)
-        return written[0] if written else None
-    return None
-
-
 def capture(
     forward: fx.GraphModule,
     backward: fx.GraphModule | None,
@@ -353,583 +302,207 @@ def capture(
     Raises:
         CaptureError: if a graph holds what cannot be planned.
     """
-    return _Capture(
+    static_input_indices = tuple(static_input_indices)
+    split = Split.of(forward, backward, num_fwd_outputs, draws)
+    _refuse_unknown_sizes(split)
+    operators = group(split)
+    builder = _ProgramBuilder(split, cost_model)
+    for node, kind in _constants(split, static_input_indices):
+        builder.add_constant(node, kind)
+    builder.forbid_rereading(_written_inputs(split))
+    for node in split.calls:
+        mark(node, output_of=None)  # of a capture in another order
+    for captured in operators:
+        builder.add_operator(captured)
+    return Captured(
+        builder.program(allocator, name),
         forward,
         backward,
         num_fwd_outputs,
-        tuple(static_input_indices),
+        tuple(operators),
+        tuple(builder.storage_nodes),
+        builder.storage_of,
+        dict(split.same_value),
+        static_input_indices,
         cost_model,
         allocator,
-        draws,
-        name,
-    ).run()
+    )
 
 
-# A cluster that reads so many values is run when it can be, if that frees memory: as many as
-# Inductor itself lets a value read before it computes it once (``config.realize_reads_threshold``).
-_MANY_READS = 4
-# A sum whose terms come one after the other, with kernels between, takes each when it comes.
-_TERMS = 2
-_ADD = torch.ops.aten.add
-
-
-class _Capture:
-    def __init__(
-        self,
-        forward: fx.GraphModule,
-        backward: fx.GraphModule | None,
-        num_fwd_outputs: int,
-        static_input_indices: tuple[int, ...],
-        cost_model: CostModel,
-        allocator: Allocator,
-        draws: Sequence[fx.Node],
-        name: str,
-    ) -> None:
-        self.forward = forward
-        self.backward = backward
-        self.num_fwd_outputs = num_fwd_outputs
-        self.static_input_indices = static_input_indices
-        self.cost_model = cost_model
-        self.allocator = allocator
-        self.name = name
-
-        self.forward_nodes = list(forward.graph.nodes)
-        self.backward_nodes = list(backward.graph.nodes) if backward is not None else []
-        self.same_value = self._received()
-        self.calls = self._calls(self.forward_nodes, draws)
-        self.first_backward_call = len(self.calls)
-        self.calls += self._calls(self.backward_nodes, draws)
-        self.position = {n: i for i, n in enumerate(self.calls)}
-        self.roles = {n: role(n) for n in self.calls}
-        self.user_outputs = self._nodes(output_arguments(forward)[:num_fwd_outputs])
-        self.gradients = self._nodes(output_arguments(backward)) if backward is not None else []
-
-    def _received(self) -> dict[fx.Node, fx.Node]:
-        """Backward placeholder -> forward node, by position: backward takes the numbers first."""
-        if self.backward is None:
-            return {}
-        saved = output_arguments(self.forward)[self.num_fwd_outputs :]
-        numbers = [a for a in saved if isinstance(_val(a), torch.types.py_sym_types)]
-        others = [a for a in saved if not isinstance(_val(a), torch.types.py_sym_types)]
-        inputs = [n for n in self.backward_nodes if n.op == "placeholder"]
-        if len(inputs) < len(saved):
+def _refuse_unknown_sizes(split: Split) -> None:
+    graphs = [split.forward] if split.backward is None else [split.forward, split.backward]
+    for node in (n for gm in graphs for n in gm.graph.nodes):
+        if any(has_unbacked_size(v) for v in tensor_values(node)):
             raise CaptureError(
-                f"backward takes {len(inputs)} inputs, forward saves {len(saved)} values for it"
+                f"the size of {node.name!r} is not known before the step runs, so no bytes can"
+                " be promised. Where values decide it, leave capture_dynamic_output_shape_ops"
+                " and capture_scalar_outputs of torch._dynamo.config at False: the graph then"
+                " ends before, and the next knows the size. Mark an input with"
+                " torch._dynamo.mark_dynamic, not with mark_unbacked."
             )
-        received: dict[fx.Node, fx.Node] = {}
-        for node, source in zip(inputs, [*numbers, *others], strict=False):
-            if isinstance(source, fx.Node):
-                received[node] = source
-        return received
-
-    def _calls(self, nodes: Sequence[fx.Node], draws: Sequence[fx.Node]) -> list[fx.Node]:
-        """A graph's calls; a draw comes with all that it needs before the one that follows it."""
-        calls = [n for n in nodes if n.op == "call_function"]
-        present = set(calls)
-        draws = [n for n in draws if n in present]
-        if not draws or any(is_mutating(n) for n in calls[: max(map(calls.index, draws))]):
-            return calls  # what is moved might read what another call writes into
-        rank = {n: i for i, n in enumerate(draws)}
-        ordered: dict[fx.Node, None] = {}
-        for call in calls:
-            for draw in draws[: rank.get(call, 0)]:
-                if draw not in ordered:
-                    needed = {draw}
-                    for n in reversed(calls):
-                        if n in needed:
-                            needed.update(self.inputs_of(n))
-                    ordered.update(dict.fromkeys(n for n in calls if n in needed))
-            ordered[call] = None
-        return list(ordered)
-
-    def _nodes(self, arguments: Sequence[object]) -> list[fx.Node]:
-        return [
-            self.same_value.get(a, a) for a in arguments if isinstance(a, fx.Node) and is_tensor(a)
-        ]
-
-    def owner(self, node: fx.Node) -> fx.Node:
-        return owner(node, self.same_value)
-
-    def inputs_of(self, node: fx.Node) -> list[fx.Node]:
-        return [self.same_value.get(n, n) for n in node.all_input_nodes]
-
-    def run(self) -> Captured:
-        self._refuse_unknown_sizes()
-        clusters = self._clusters()
-        materialized = self._materialized(clusters)
-        constants = self._constants()
-        operators = self._operators(clusters, materialized)
-        return self._program(constants, operators)
-
-    def _refuse_unknown_sizes(self) -> None:
-        for node in (*self.forward_nodes, *self.backward_nodes):
-            if any(has_unbacked_size(v) for v in tensor_values(node)):
-                raise CaptureError(
-                    f"the size of {node.name!r} is not known before the step runs, so no bytes can"
-                    " be promised. Where values decide it, leave capture_dynamic_output_shape_ops"
-                    " and capture_scalar_outputs of torch._dynamo.config at False: the graph then"
-                    " ends before, and the next knows the size. Mark an input with"
-                    " torch._dynamo.mark_dynamic, not with mark_unbacked."
-                )
-
-    # --- grouping -----------------------------------------------------------------------------
-
-    def _clusters(self) -> dict[fx.Node, int]:
-        """Cluster number of each FUSED node, and of each ITEM of one."""
-        parent: list[int] = []
-        is_open: list[bool] = []
-        loop_numel: list[int] = []
-        runs_at: list[int] = []
-        read_by: list[set[fx.Node]] = []  # computed values from outside
-        cluster_of: dict[fx.Node, int] = {}
-
-        def find(c: int) -> int:
-            while parent[c] != c:
-                parent[c] = parent[parent[c]]
-                c = parent[c]
-            return c
-
-        def fused_sources(read: list[fx.Node]) -> list[fx.Node]:
-            return [n for n in read if n in cluster_of and not self._is_generator(n)]
-
-        last_kernel = -1
-        last_read = self._last_reads()
-
-        def should_wait(other: int, source: fx.Node, consumer: fx.Node) -> bool:
-            """Whether a cluster had better run with the consumer that has come than on its own."""
-            many = _TERMS if packet(source) is packet(consumer) is _ADD else _MANY_READS
-            if last_kernel < runs_at[other] or len(read_by[other]) < many:
-                return True
-            ending = [
-                n
-                for n in read_by[other]
-                if last_read[n] <= runs_at[other]
-                and (n not in cluster_of or find(cluster_of[n]) != other)
-            ]
-            if len(ending) < many or not is_tensor(source):
-                return True
-            freed_bytes = sum(self._owned_bytes(n) for n in ending)
-            return freed_bytes <= self._owned_bytes(source)
-
-        for index, node in enumerate(self.calls):
-            if index == self.first_backward_call:
-                is_open = [False] * len(is_open)
-            kind = self.roles[node]
-            if kind in (Role.SCALAR, Role.VIEW):
-                continue
-            if kind is Role.ITEM:
-                source = node.args[0]
-                if source in cluster_of:
-                    cluster_of[node] = cluster_of[source]  # type: ignore[index]
-                continue
-            if kind is Role.KERNEL:
-                last_kernel = index
-                if is_mutating(node):
-                    # Loops that read the old value must not be delayed past the write.
-                    is_open = [False] * len(is_open)
-                for source in fused_sources(self._reads(node)[0]):
-                    is_open[find(cluster_of[source])] = False
-                continue
-            read, inlined = self._reads(node)
-            mine = len(parent)
-            parent.append(mine)
-            is_open.append(True)
-            loop_numel.append(_loop_numel(node))
-            runs_at.append(index)
-            read_by.append({o for n in self.inputs_of(node) if (o := self.owner(n)) in last_read})
-            for source in fused_sources(read):
-                other = find(cluster_of[source])
-                if other == find(mine):
-                    continue
-                if (
-                    is_open[other]
-                    and _same_loops(loop_numel[other], loop_numel[find(mine)], source)
-                    and should_wait(other, source, node)
-                ):
-                    root = find(mine)
-                    parent[root] = other
-                    loop_numel[other] = max(loop_numel[other], loop_numel[root])
-                    runs_at[other] = index
-                    read_by[other] = (read_by[other] | read_by[root]) - {source}
-                else:
-                    is_open[other] = False
-            for source in inlined:
-                # It runs up to here, should anything else want its value in memory.
-                if (other := find(cluster_of[source])) != find(mine):
-                    is_open[other] = False
-            cluster_of[node] = mine
-        return {n: find(c) for n, c in cluster_of.items()}
-
-    def _last_reads(self) -> dict[fx.Node, int]:
-        """For each computed value that owns memory, where it is read last."""
-        last_read: dict[fx.Node, int] = {}
-        for index, node in enumerate(self.calls):
-            if is_tensor(node) and view_base(node) is None:
-                last_read[node] = index
-            for n in self.inputs_of(node):
-                source = self.owner(n)
-                if source in last_read:
-                    last_read[source] = index
-        for node in (*self.user_outputs, *self.gradients):
-            last_read[self.owner(node)] = len(self.calls)
-        return last_read
-
-    def _materialized(self, clusters: dict[fx.Node, int]) -> set[fx.Node]:
-        """FUSED and ITEM nodes whose value gets a storage."""
-        materialized: set[fx.Node] = set()
-        for node in (*self.user_outputs, *self.gradients):
-            if (source := self.owner(node)) in clusters:
-                materialized.add(source)
-        for node in self.calls:
-            if self.roles[node] is Role.VIEW or self.roles[node] is Role.ITEM:
-                continue
-            for source in self._reads(node)[0]:
-                if not is_tensor(source):
-                    continue
-                if self._is_generator(source) and self.roles[node] is Role.FUSED:
-                    continue
-                if source in clusters and clusters.get(node) != clusters[source]:
-                    materialized.add(source)
-        return materialized
-
-    def _reads(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Owners of what ``node`` reads, and what it computes itself where it needs it.
-
-        An indirect load (the loss of the right class, out of the logarithms of all) takes a few
-        elements of a large value.  Inductor computes those in its loop, and never all of them,
-        where they come from other values element by element.
-        """
-        read: dict[fx.Node, None] = {}
-        inlined: dict[fx.Node, None] = {}
-        stack = self.inputs_of(node)[::-1]
-        while stack:
-            n = stack.pop()
-            n = self.owner(n) if is_tensor(n) or is_sequence(n) else n
-            if n in inlined:
-                continue
-            if self.roles[node] is Role.FUSED and self._is_inlined(n, node):
-                inlined[n] = None
-                stack.extend(self.inputs_of(n)[::-1])
-            else:
-                read[n] = None
-        return list(read), list(inlined)
-
-    def _is_inlined(self, source: fx.Node, reader: fx.Node) -> bool:
-        """Whether ``reader`` computes the elements of ``source`` that it takes; not if saved."""
-        if packet(reader) not in _INDIRECT_LOADS or self.roles.get(source) is not Role.FUSED:
-            return False
-        target = source.target
-        in_backward = [self.position[n] >= self.first_backward_call for n in (source, reader)]
-        return (
-            in_backward[0] == in_backward[1]
-            and isinstance(target, torch._ops.OpOverload)
-            and torch.Tag.pointwise in target.tags
-            and _loop_numel(source) > _loop_numel(reader)
-        )
-
-    def _is_generator(self, node: fx.Node) -> bool:
-        """A loop that reads no tensor (full, arange): written into each loop that reads it."""
-        return (
-            self.roles.get(node) is Role.FUSED
-            and is_tensor(node)
-            and not any(is_tensor(n) or is_sequence(n) for n in node.all_input_nodes)
-        )
-
-    def _constants(self) -> list[tuple[fx.Node, StorageKind]]:
-        constants: list[tuple[fx.Node, StorageKind]] = []
-        static = set(self.static_input_indices)
-        index = 0
-        for node in self.forward_nodes:
-            if node.op == "placeholder":
-                if is_tensor(node):
-                    is_static = index in static
-                    constants.append(
-                        (node, StorageKind.PARAMETER if is_static else StorageKind.INPUT)
-                    )
-                index += 1
-            elif node.op == "get_attr" and is_tensor(node):
-                constants.append((node, StorageKind.PARAMETER))
-        for node in self.backward_nodes:
-            if node in self.same_value or not is_tensor(node):
-                continue
-            if node.op == "placeholder":
-                constants.append((node, StorageKind.TANGENT))
-            elif node.op == "get_attr":
-                constants.append((node, StorageKind.PARAMETER))
-        return constants
-
-    # --- operators ----------------------------------------------------------------------------
-
-    def _operators(
-        self, clusters: dict[fx.Node, int], materialized: set[fx.Node]
-    ) -> list[CapturedOperator]:
-        """All operators in the order in which the baseline runs them."""
-        # A cluster runs where its last member stands: everything it reads is there by then, and
-        # nothing outside read it before (it was open).
-        runs_at: dict[int, int] = {}
-        for node, cluster in clusters.items():
-            runs_at[cluster] = max(runs_at.get(cluster, -1), self.position[node])
-        placed: list[tuple[int, int, CapturedOperator]] = []
-        next_cluster = len(self.calls)
-        for node in self.calls:
-            if node in materialized:
-                cluster = clusters[node]
-                placed_operator = CapturedOperator(self._cone(node, materialized), (node,), cluster)
-                placed.append((runs_at[cluster], self.position[node], placed_operator))
-            elif self.roles[node] is Role.KERNEL:
-                outputs: tuple[fx.Node, ...] = ()
-                elements = self._elements(node) if is_sequence(node) else []
-                if elements:
-                    outputs = tuple(n for n in elements if self.roles[n] is Role.ITEM)
-                elif is_tensor(node) and view_base(node) is None:
-                    outputs = (node,)
-                nodes = (*self._cone_above(node, materialized), node)
-                nodes += tuple(elements)
-                placed_operator = CapturedOperator(nodes, outputs, next_cluster)
-                next_cluster += 1
-                placed.append((self.position[node], self.position[node], placed_operator))
-        placed.sort(key=lambda item: item[:2])
-        return [item for _, _, item in placed]
-
-    def _elements(self, node: fx.Node) -> list[fx.Node]:
-        """Tensors of a multi-output kernel, and the sequences inside its result, in graph order."""
-        elements: list[fx.Node] = []
-        stack = [node]
-        while stack:
-            for user in stack.pop().users:
-                if user.target is not operator.getitem:
-                    continue
-                if is_tensor(user):
-                    elements.append(user)
-                elif is_sequence(user):
-                    elements.append(user)
-                    stack.append(user)
-        return sorted(elements, key=self.position.__getitem__)
-
-    def _cone(self, node: fx.Node, materialized: set[fx.Node]) -> tuple[fx.Node, ...]:
-        return (*self._cone_above(node, materialized), node)
-
-    def _cone_above(self, node: fx.Node, materialized: set[fx.Node]) -> tuple[fx.Node, ...]:
-        """Unmaterialized nodes, views included, that ``node`` needs, in graph order."""
-        cone: set[fx.Node] = set()
-        stack = self.inputs_of(node)
-        while stack:
-            n = stack.pop()
-            if n in cone or n not in self.roles or n in materialized:
-                continue
-            kind = self.roles[n]
-            is_inner = kind in (Role.VIEW, Role.FUSED) or (
-                kind is Role.ITEM and view_base(n) is not None
-            )
-            if kind is Role.ITEM and not is_inner:
-                source = n.args[0]
-                is_inner = self.roles.get(source) is Role.FUSED  # type: ignore[arg-type]
-            if is_inner:
-                cone.add(n)
-                stack.extend(self.inputs_of(n))
-        return tuple(sorted(cone, key=self.position.__getitem__))
-
-    def _written_after_forward(self) -> list[fx.Node]:
-        """Inputs that AOTAutograd updates when forward has returned (running statistics)."""
-        (out,) = self.forward.graph.find_nodes(op="output")
-        mutated = [
-            kind.mutated_input
-            for kind in out.meta.get("desc", ())
-            if isinstance(kind, InputMutationAOTOutput)
-        ]
-        return [
-            n for n in self.forward_nodes if n.op == "placeholder" and n.meta.get("desc") in mutated
-        ]
-
-    def _owned_bytes(self, node: fx.Node) -> int:
-        return _owned_bytes(node, self.same_value)
-
-    # --- the program --------------------------------------------------------------------------
-
-    def _program(
-        self,
-        constants: list[tuple[fx.Node, StorageKind]],
-        captured: list[CapturedOperator],
-    ) -> Captured:
-        storages: list[Storage] = []
-        tensors: list[Tensor] = []
-        storage_nodes: list[fx.Node] = []
-        storage_of: dict[fx.Node, int] = {}
-        shared: dict[object, tuple[int, list[fx.Node]]] = {}
-        returned = {self.owner(n) for n in self.user_outputs}
-        gradients = {self.owner(n) for n in self.gradients}
-
-        def add(node: fx.Node, kind: StorageKind, producer: int | None) -> int:
-            storage_of[node] = len(storages)
-            size_bytes = _constant_bytes([node]) if producer is None else self._owned_bytes(node)
-            storages.append(Storage(len(storages), node.name, size_bytes, kind))
-            tensors.append(Tensor(len(tensors), node.name, storage_of[node], producer))
-            storage_nodes.append(node)
-            return storage_of[node]
-
-        for node, kind in constants:
-            val = value(node)
-            assert isinstance(val, torch.Tensor)
-            key = storage_key(val)
-            if key in shared:  # two inputs that are views of one storage
-                s = storages[shared[key][0]]
-                shared[key][1].append(node)
-                size_bytes = _constant_bytes(shared[key][1])
-                storages[s.id] = Storage(s.id, s.name, size_bytes, s.kind)
-                storage_of[node] = s.id
-                continue
-            shared[key] = add(node, kind, None), [node]
-
-        # A constant that the graph writes into (a running statistic, a mutated input) is not the
-        # same value afterwards: what reads it directly may run only once.
-        written = {
-            storage_of[source]
-            for node in self.calls
-            if is_mutating(node)
-            for n in mutated_arguments(node)
-            if (source := self.owner(n)) in storage_of
-        }
-
-        written |= {storage_of[n] for n in self._written_after_forward() if n in storage_of}
-
-        for node in self.calls:
-            mark(node, output_of=None)  # of a capture in another order
-        operators: list[Operator] = []
-        boundary: int | None = None
-        for cap in captured:
-            last = cap.nodes[-1]
-            is_backward = self.position[cap.outputs[0] if cap.outputs else last] >= (
-                self.first_backward_call
-            )
-            if is_backward and boundary is None:
-                boundary = len(operators)
-            inputs: dict[int, None] = {}
-            members = set(cap.nodes)
-            for node in cap.nodes:
-                for n in self.inputs_of(node):
-                    if n in members or not (is_tensor(n) or is_sequence(n)):
-                        continue
-                    source = self.owner(n)
-                    if source in members:
-                        continue
-                    if source not in storage_of:
-                        raise CaptureError(
-                            f"{node.name!r} reads {n.name!r}, whose storage has no owner;"
-                            " please report this graph"
-                        )
-                    inputs[storage_of[source]] = None
-            reason = next(filter(None, map(why_not_recomputable, cap.nodes)), None)
-            if reason is None and not cap.outputs:
-                reason = "it is run for its effect"
-            if reason is None and written.intersection(inputs):
-                reason = "it reads an input that the step writes into"
-            o = len(operators)
-            for node in cap.nodes:
-                if self.roles[node] is Role.KERNEL:
-                    mark(node, operator=o)
-            for node in cap.outputs:
-                mark(node, output_of=o)
-            outputs = [
-                add(
-                    node,
-                    StorageKind.OUTPUT
-                    if node in returned
-                    else StorageKind.GRADIENT
-                    if node in gradients
-                    else StorageKind.INTERMEDIATE,
-                    o,
-                )
-                for node in cap.outputs
-            ]
-            operators.append(
-                Operator(
-                    id=o,
-                    name=(cap.outputs[0] if cap.outputs else last).name,
-                    phase=Phase.BACKWARD if is_backward else Phase.FORWARD,
-                    # Every storage has one tensor here, and constants that share a storage are
-                    # read through its first: tensor ids are storage ids.
-                    inputs=tuple(inputs),
-                    outputs=tuple(outputs),
-                    cost_ns=_cost_ns(self.cost_model, cap, inputs, storage_nodes),
-                    workspace_bytes=_unread_output_bytes(cap),
-                    not_recomputable=reason,
-                )
-            )
-        if self.backward is not None and boundary is None:
-            boundary = len(operators)
-        outputs_wanted = dict.fromkeys(
-            storage_of[self.owner(n)] for n in (*self.user_outputs, *self.gradients)
-        )
-        program = Program(
-            tuple(
-                replace(s, size_bytes=self.allocator.block_bytes(s.size_bytes)) for s in storages
-            ),
-            tuple(tensors),
-            tuple(operators),
-            tuple(outputs_wanted),
-            boundary,
-            name=self.name,
-        )
-        return Captured(
-            program,
-            self.forward,
-            self.backward,
-            self.num_fwd_outputs,
-            tuple(captured),
-            tuple(storage_nodes),
-            storage_of,
-            self.same_value,
-            self.static_input_indices,
-            self.cost_model,
-            self.allocator,
-        )
 
 
-def _constant_bytes(nodes: Sequence[fx.Node]) -> int:
-    """Bytes of a storage from outside, of which these nodes are views."""
-    size_bytes = 0
-    for i, node in enumerate(nodes):
-        val = value(node)
-        assert isinstance(val, torch.Tensor)
-        if i == 0:
-            size_bytes = extent_bytes(val)
+def _constants(
+    split: Split, static_input_indices: Sequence[int]
+) -> list[tuple[fx.Node, StorageKind]]:
+    """Tensors from outside, in the order of the graphs; of backward's, what only it takes."""
+    indices = set(static_input_indices)
+    static = {n for i, n in enumerate(placeholders(split.forward)) if i in indices}
+    constants: list[tuple[fx.Node, StorageKind]] = []
+    for node in split.forward.graph.nodes:
+        if node.op == "get_attr" or node in static:
+            constants.append((node, StorageKind.PARAMETER))
+        elif node.op == "placeholder":
+            constants.append((node, StorageKind.INPUT))
+    for node in [] if split.backward is None else split.backward.graph.nodes:
+        if node.op == "get_attr":
+            constants.append((node, StorageKind.PARAMETER))
+        elif node.op == "placeholder" and node not in split.same_value:
+            constants.append((node, StorageKind.TANGENT))
+    return [(node, kind) for node, kind in constants if is_tensor(node)]
+
+
+def _written_inputs(split: Split) -> list[fx.Node]:
+    """What the step writes into, in its graphs or after forward (running statistics)."""
+    in_graphs = [
+        split.owner(n) for node in split.calls if is_mutating(node) for n in mutated_arguments(node)
+    ]
+    return [*in_graphs, *split.updated_after_forward]
+
+
+class _ProgramBuilder:
+    """The program as far as it is known: constants first, then one operator after the other.
+
+    Every storage has one tensor here, and constants that share a storage are read through its
+    first: tensor ids are storage ids.
+    """
+
+    def __init__(self, split: Split, cost_model: CostModel) -> None:
+        self.split = split
+        self.cost_model = cost_model
+        self.storages: list[Storage] = []
+        self.tensors: list[Tensor] = []
+        self.operators: list[Operator] = []
+        self.boundary: int | None = None
+        self.storage_nodes: list[fx.Node] = []
+        self.storage_of: dict[fx.Node, int] = {}
+        self.sharing: dict[object, list[fx.Node]] = {}  # by their storage: constants
+        self.written: frozenset[int] = frozenset()
+        self.returned = {split.owner(n) for n in split.user_outputs}
+        self.gradients = {split.owner(n) for n in split.gradients}
+
+    def _add_storage(
+        self, node: fx.Node, size_bytes: int, kind: StorageKind, producer: int | None
+    ) -> int:
+        s = self.storage_of[node] = len(self.storages)
+        self.storages.append(Storage(s, node.name, size_bytes, kind))
+        self.tensors.append(Tensor(s, node.name, s, producer))
+        self.storage_nodes.append(node)
+        return s
+
+    def add_constant(self, node: fx.Node, kind: StorageKind) -> None:
+        """Add what comes from outside; it may be a view of the storage of one added before."""
+        sharing = self.sharing.setdefault(storage_key(tensor_of(node)), [])
+        sharing.append(node)
+        size_bytes = constant_bytes(sharing)
+        if len(sharing) == 1:
+            self._add_storage(node, size_bytes, kind, None)
         else:
-            whole_bytes = max(hint(val.untyped_storage().nbytes()), size_bytes)
-            size_bytes = min(size_bytes + extent_bytes(val), whole_bytes)
-    return size_bytes
+            s = self.storage_of[node] = self.storage_of[sharing[0]]
+            self.storages[s] = replace(self.storages[s], size_bytes=size_bytes)
 
+    def forbid_rereading(self, written: Iterable[fx.Node]) -> None:
+        """Say which constants the step writes into: what reads one directly may run only once,
+        because afterwards it is not the same value."""
+        self.written = frozenset(self.storage_of[n] for n in written if n in self.storage_of)
 
-def _owned_bytes(node: fx.Node, same_value: Mapping[fx.Node, fx.Node]) -> int:
-    """Bytes of the storage that ``node`` owns."""
-    val = value(node)
-    assert isinstance(val, torch.Tensor)
-    own = storage_key(val)
-    for n in node.all_input_nodes:
-        source = value(same_value.get(n, n))
-        if isinstance(source, torch.Tensor) and storage_key(source) == own:
-            # The trace let an operator return its argument's storage; a run may not.
-            return extent_bytes(val)
-    return owned_bytes(val)
+    def add_operator(self, captured: CapturedOperator) -> None:
+        """Add an operator, the storages that it allocates, and the marks of its nodes.
 
+        Raises:
+            CaptureError: if it reads what nothing before it made.
+        """
+        o = len(self.operators)
+        named = captured.outputs[0] if captured.outputs else captured.nodes[-1]
+        is_backward = self.split.is_backward(named)
+        if is_backward and self.boundary is None:
+            self.boundary = o
+        inputs = self._inputs(captured)
+        not_recomputable = self._why_not_recomputable(captured, inputs)
+        for node in captured.nodes:
+            if self.split.roles[node] is Role.KERNEL:
+                mark(node, operator=o)
+        for node in captured.outputs:
+            mark(node, output_of=o)
+        cost_ns = _cost_ns(self.cost_model, captured, inputs, self.storage_nodes)
+        self.operators.append(
+            Operator(
+                id=o,
+                name=named.name,
+                phase=Phase.BACKWARD if is_backward else Phase.FORWARD,
+                inputs=inputs,
+                outputs=tuple(
+                    self._add_storage(
+                        node, allocated_bytes(node, self.split.same_value), self._kind(node), o
+                    )
+                    for node in captured.outputs
+                ),
+                cost_ns=cost_ns,
+                workspace_bytes=_unread_output_bytes(captured),
+                not_recomputable=not_recomputable,
+            )
+        )
 
-def _owned_expression(node: fx.Node, same_value: Mapping[fx.Node, fx.Node]) -> sympy.Expr:
-    """As `_owned_bytes`, in the graph's symbols."""
-    val = _tensor(node)
-    own = storage_key(val)
-    sources = (value(same_value.get(n, n)) for n in node.all_input_nodes)
-    is_shared = any(isinstance(s, torch.Tensor) and storage_key(s) == own for s in sources)
-    return extent_expression(val) if is_shared else owned_expression(val)
+    def _inputs(self, captured: CapturedOperator) -> tuple[int, ...]:
+        """The storages that an operator reads, in the order of its nodes."""
+        members = set(captured.nodes)
+        inputs: dict[int, None] = {}
+        for node in captured.nodes:
+            for n in self.split.inputs_of(node):
+                if n in members or not (is_tensor(n) or is_sequence(n)):
+                    continue
+                source = self.split.owner(n)
+                if source in members:
+                    continue
+                if source not in self.storage_of:
+                    raise CaptureError(
+                        f"{node.name!r} reads {n.name!r}, whose storage has no owner;"
+                        " please report this graph"
+                    )
+                inputs[self.storage_of[source]] = None
+        return tuple(inputs)
 
+    def _why_not_recomputable(
+        self, captured: CapturedOperator, inputs: tuple[int, ...]
+    ) -> str | None:
+        reason = next(filter(None, map(why_not_recomputable, captured.nodes)), None)
+        if reason is None and not captured.outputs:
+            return "it is run for its effect"
+        if reason is None and self.written.intersection(inputs):
+            return "it reads an input that the step writes into"
+        return reason
 
-def _unread_output_expression(captured: CapturedOperator) -> sympy.Expr:
-    """As `_unread_output_bytes`, in the graph's symbols."""
-    return sum((extent_expression(v) for v in _unread_outputs(captured)), sympy.Integer(0))
+    def _kind(self, node: fx.Node) -> StorageKind:
+        if node in self.returned:
+            return StorageKind.OUTPUT
+        return StorageKind.GRADIENT if node in self.gradients else StorageKind.INTERMEDIATE
 
-
-def _tensor(node: fx.Node) -> torch.Tensor:
-    val = value(node)
-    assert isinstance(val, torch.Tensor)
-    return val
+    def program(self, allocator: Allocator, name: str) -> Program:
+        """The program of all that was added; the allocator says what counts for a storage."""
+        boundary = self.boundary
+        if self.split.backward is not None and boundary is None:
+            boundary = len(self.operators)
+        wanted = dict.fromkeys(self.storage_of[self.split.owner(n)] for n in self.split.results)
+        return Program(
+            tuple(
+                replace(s, size_bytes=allocator.block_bytes(s.size_bytes)) for s in self.storages
+            ),
+            tuple(self.tensors),
+            tuple(self.operators),
+            tuple(wanted),
+            boundary,
+            name=name,
+        )
 
 
 def _cost_ns(
@@ -962,37 +535,6 @@ def _unread_outputs(captured: CapturedOperator) -> list[torch.Tensor]:
     return [v for i, v in enumerate(elements) if isinstance(v, torch.Tensor) and i not in read]
 
 
-def _val(argument: object) -> object:
-    return value(argument) if isinstance(argument, fx.Node) else None
-
-
-_INDIRECT_LOADS = frozenset(
-    {torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.index_select}
-)
-
-
-def _loop_numel(node: fx.Node) -> int:
-    """Iterations of the loop nest that Inductor writes for a FUSED node."""
-    # An embedding or an index reads few elements of a large table; a reduction reads all.
-    read = [node, *node.all_input_nodes] if _reduces(node) else [node]
-    return max((numel(v) for n in read for v in tensor_values(n)), default=0)
-
-
-def _reduces(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.reduction in target.tags
-        or target.overloadpacket
-        in (torch.ops.aten.sum, torch.ops.aten.mean, torch.ops.aten.var_mean, torch.ops.aten.prod)
-    )
-
-
-def _same_loops(producer_numel: int, consumer_numel: int, source: fx.Node) -> bool:
-    """Whether Inductor could run a consumer's loop in the producer's kernel.
-
-    Equal iteration counts fuse; a consumer of a reduction's small result is its epilogue; a small
-    producer is inlined into a larger consumer.
-    """
-    if producer_numel <= consumer_numel:
-        return True
-    return any(numel(v) == consumer_numel for v in tensor_values(source))
+def _unread_output_expression(captured: CapturedOperator) -> sympy.Expr:
+    """As `_unread_output_bytes`, in the graph's symbols."""
+    return sum((extent_expression(v) for v in _unread_outputs(captured)), sympy.Integer(0))

@@ -11,6 +11,11 @@ def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n in gm.graph.nodes if n.op == "placeholder"]
 
 
+def calls_of(gm: fx.GraphModule) -> list[fx.Node]:
+    """A graph's calls in order."""
+    return [n for n in gm.graph.nodes if n.op == "call_function"]
+
+
 def output_arguments(gm: fx.GraphModule) -> list[object]:
     """What a graph returns, flat: nodes, None and numbers."""
     (node,) = gm.graph.find_nodes(op="output")

@@ -1,18 +1,40 @@
-"""Checks an emitted graph against its plan, node by node, before anything runs it.
+"""Checks emitted graphs against the default split and their plan, before anything runs them.
 
-Independent of `emit`: it reads only the finished graphs, walks them with a set of what is in
-memory, and compares the bytes after each step with the referee's.
+Independent of `emit`: only the finished graphs are read, and what emission noted down about a node
+(`nodes.Mark`) is itself checked, since Inductor's order and the byte counts of the executor come
+from it.  Three questions:
+
+* *Is it the same step?*  Every value that the graphs compute has the number of one that the default
+  split computes (`value_numbers`), what may run only once runs once and in order, and what is
+  returned is what the default split returns.
+* *Is it the plan?*  Which node has which storage follows from the numbers, who holds it alive from
+  what is a view of what.  Storages come and go in the plan's order, and what is held after each
+  step is what the referee says.
+* *Is everything there when it is used?*  Nothing is used after its storage was freed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
 from torch import fx
 
-from dtrcompile.passes.errors import VerificationError
-from dtrcompile.passes.graphs.capture import Captured, view_base
+from dtrcompile.passes.errors import CaptureError, VerificationError
+from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, free
-from dtrcompile.passes.nodes import mark_of
-from dtrcompile.passes.program.plan import Boundary, Compute, Plan, refuse_copies
+from dtrcompile.passes.graphs.modules import placeholders
+from dtrcompile.passes.graphs.split import Split
+from dtrcompile.passes.graphs.value_numbers import Numbered, ValueNumbers, is_owner
+from dtrcompile.passes.nodes import Role, effect_of, is_tensor, mark_of, role
+from dtrcompile.passes.program.plan import (
+    Boundary,
+    Compute,
+    DeviceStep,
+    Free,
+    Plan,
+    refuse_copies,
+    unknown_step,
+)
 from dtrcompile.passes.program.program import StorageKind
 from dtrcompile.passes.program.replay import MemoryTimeline
 
@@ -20,79 +42,328 @@ from dtrcompile.passes.program.replay import MemoryTimeline
 def verify_emitted(
     captured: Captured, plan: Plan, timeline: MemoryTimeline, emitted: Emitted
 ) -> None:
-    """Check that nothing is used after its free and that each step holds what the plan says.
+    """Check that the graphs compute what the default split computes, as the plan says.
 
     Raises:
         VerificationError: naming the node and the step.
         UnsupportedPlanError: if the plan copies to the host.
     """
-    refuse_copies(plan, "verify_emitted")
+    steps = refuse_copies(plan, "verify_emitted")
+    try:
+        made = Split.of(emitted.forward, emitted.backward, captured.num_fwd_outputs)
+    except CaptureError as error:
+        raise VerificationError(f"the emitted graphs do not go together: {error}") from error
+    numbers = ValueNumbers()
+    split = Split.of(captured.forward, captured.backward, captured.num_fwd_outputs)
+    updated = set(split.updated_after_forward)
+    positions = frozenset(i for i, n in enumerate(placeholders(captured.forward)) if n in updated)
+    wanted = numbers.number(split, positions, _places(captured))
+    found = numbers.number(made, positions)
+    _check_effects(wanted, found)
+    _check_values(wanted, found)
+    _check_memory(captured, steps, timeline, emitted, wanted, found)
+
+
+def _places(captured: Captured) -> dict[fx.Node, int]:
+    """Of each call with an effect, its place among them, in the program's order."""
+    nodes = (
+        node
+        for operator in captured.operators
+        for node in operator.nodes
+        if role(node) is Role.KERNEL and effect_of(node) is not None
+    )
+    return {node: i for i, node in enumerate(nodes)}
+
+
+def _check_effects(wanted: Numbered, found: Numbered) -> None:
+    """What may run only once runs once, in its order and in its graph, on the same values."""
+    for effect, original in zip(found.effects, wanted.effects, strict=False):
+        name, expected = effect.node.name, original.node.name
+        if effect.given != original.given:
+            raise VerificationError(
+                f"{name!r} runs where the default split runs {expected!r}, on other values or in"
+                f" another order: {effect_of(effect.node)}"
+            )
+        if effect.is_backward != original.is_backward:
+            raise VerificationError(f"{name!r} is in the other graph than {expected!r}")
+    for effect in found.effects[len(wanted.effects) :]:
+        raise VerificationError(
+            f"{effect.node.name!r} runs again, but may run only once: {effect_of(effect.node)}"
+        )
+    for original in wanted.effects[len(found.effects) :]:
+        raise VerificationError(f"{original.node.name!r} does not run")
+
+
+def _check_values(wanted: Numbered, found: Numbered) -> None:
+    """All that is computed, and all that is returned, is what the default split computes."""
+    if found.other_inputs != wanted.other_inputs:
+        raise VerificationError(
+            f"backward takes {found.other_inputs} inputs that forward does not return, the default"
+            f" split's {wanted.other_inputs}"
+        )
+    known = set(wanted.computed.values())
+    for node, number in found.computed.items():
+        if number not in known:
+            raise VerificationError(
+                f"{node.name!r} computes what no node of the default split does: it is another"
+                " operator, or is given other values"
+            )
+    returned = (
+        ("output", wanted.outputs, found.outputs),
+        ("gradient", wanted.gradients, found.gradients),
+    )
+    for what, expected, got in returned:
+        if len(expected) != len(got):
+            raise VerificationError(f"{len(got)} {what}s are returned in place of {len(expected)}")
+        for i, (a, b) in enumerate(zip(expected, got, strict=True)):
+            if a != b:
+                raise VerificationError(f"{what} {i} is not the default split's")
+
+
+def _check_memory(
+    captured: Captured,
+    steps: Sequence[DeviceStep],
+    timeline: MemoryTimeline,
+    emitted: Emitted,
+    wanted: Numbered,
+    found: Numbered,
+) -> None:
+    """Storages come and go as the plan says, and nothing is used when it is gone."""
     program = captured.program
     constants = {s.id for s in program.storages if s.is_constant} - program.handed_on
     tangents = {s.id for s in program.storages if s.kind is StorageKind.TANGENT}
-    _walk(captured, timeline, emitted.forward, constants - tangents)
-    if emitted.backward is not None:
-        boundary = next(i for i, s in enumerate(plan.steps) if isinstance(s, Boundary))
-        _walk(captured, timeline, emitted.backward, constants | program.held_in_backward)
-        names = [n.name for n in emitted.backward.graph.find_nodes(op="placeholder")]
-        returned = {
-            n.name for n in emitted.forward.graph.find_nodes(op="output")[0].all_input_nodes
+    boundary = next((i for i, s in enumerate(steps) if isinstance(s, Boundary)), len(steps))
+    names = _Storages(captured, wanted, found)
+    forward = _Memory(names, steps[:boundary], 0, timeline, constants - tangents, {})
+    forward.run(emitted.forward)
+    if emitted.backward is None:
+        return
+    always = constants | program.held_in_backward
+    received: dict[fx.Node, int] = {}
+    for node in placeholders(emitted.backward):
+        owner = found.owner[node]
+        if owner in forward.live:
+            received[owner] = forward.live[owner]
+        elif owner is not node and owner.op == "call_function" and is_tensor(node):
+            raise VerificationError(f"backward takes {node.name!r}, which is in no storage")
+    after = steps[boundary + 1 :]
+    _Memory(names, after, boundary + 1, timeline, always, received).run(emitted.backward)
+
+
+class _Storages:
+    """Which storage of the program a node of the emitted graphs owns, by its value's number."""
+
+    def __init__(self, captured: Captured, wanted: Numbered, found: Numbered) -> None:
+        self.captured = captured
+        self.found = found
+        self.by_number: dict[int, list[int]] = {}
+        for node, s in captured.storage_of.items():
+            self.by_number.setdefault(wanted.number[node], []).append(s)
+        # Values that also exist inside of a kernel, where they have no storage.
+        self.unowned = {
+            number
+            for node, number in wanted.number.items()
+            if is_owner(node) and node not in captured.storage_of
         }
-        originals = {n.name for n in captured.backward.graph.find_nodes(op="placeholder")}  # type: ignore[union-attr]
-        for name in names:
-            if name not in returned and name not in originals:
-                raise VerificationError(f"backward takes {name!r}, which forward does not return")
-        for node in emitted.backward.graph.nodes:
-            step_index = mark_of(node).step
-            if step_index is not None and step_index <= boundary and node.op == "call_function":
-                raise VerificationError(f"{node.name!r} of a forward step is in backward")
-    computed = {
-        mark_of(n).step
-        for gm in (emitted.forward, emitted.backward)
-        if gm is not None
-        for n in gm.graph.nodes
-        if n.op == "call_function" and n.target is not free
-    }
-    for index, step in enumerate(plan.steps):
-        if isinstance(step, Compute) and index not in computed:
-            raise VerificationError(f"step {index} of the plan computes nothing in the graphs")
+
+    def of(self, node: fx.Node) -> Collection[int]:
+        """Storages of which the node may be a copy: several if they have one value."""
+        if self.found.owner.get(node) is not node:
+            return ()
+        return self.by_number.get(self.found.number[node], ())
+
+    def may_be_unowned(self, node: fx.Node) -> bool:
+        """Whether the node may also be computed inside of a kernel."""
+        return self.found.number[node] in self.unowned
 
 
-def _walk(
-    captured: Captured, timeline: MemoryTimeline, gm: fx.GraphModule, resident: set[int]
-) -> None:
-    program = captured.program
-    sizes = {s.id: s.size_bytes for s in program.storages}
-    owners: dict[fx.Node, int] = {}
-    freed: dict[fx.Node, int] = {}
-    always = sum(sizes[s] for s in resident)
-    live_bytes = always
-    nodes = list(gm.graph.nodes)
-    for index, node in enumerate(nodes):
+class _Memory:
+    """One emitted graph, run in mind.
+
+    Attributes:
+        steps: of the plan, those of this graph.
+        first: index of the first of them.
+        always: storages that are held throughout: constants, and what the caller holds.
+        live: owner -> the storage that it is a copy of.
+    """
+
+    def __init__(
+        self,
+        storages: _Storages,
+        steps: Sequence[DeviceStep],
+        first: int,
+        timeline: MemoryTimeline,
+        always: Collection[int],
+        received: Mapping[fx.Node, int],
+    ) -> None:
+        self.storages = storages
+        self.program = storages.captured.program
+        self.steps = steps
+        self.first = first
+        self.timeline = timeline
+        self.always = frozenset(always)
+        self.live = {node: s for node, s in received.items() if s not in self.always}
+        self.present = set(self.live.values())
+        self.freed: dict[fx.Node, int] = {}
+        self.next = 0  # the next step, counted from ``first``
+        self.missing: set[int] = set()  # what the step before it has yet to allocate
+        self.marked = first  # the latest step that a node is marked with
+        held = self.always | self.present
+        self.live_bytes = sum(self.program.storages[s].size_bytes for s in held)
+
+    def run(self, gm: fx.GraphModule) -> None:
+        """Check all nodes in their order."""
+        for node in gm.graph.nodes:
+            self._check_uses(node)
+            if node.op == "call_function":
+                self._check_order_of_marks(node)
+            if node.target is free:
+                self._free(node)
+            elif node.op in ("placeholder", "get_attr"):
+                self._constant(node)
+            elif node.op == "call_function" and self.storages.of(node):
+                self._allocate(node)
+        self._end()
+
+    # --- what a node does ---------------------------------------------------------------------
+
+    def _check_uses(self, node: fx.Node) -> None:
         for n in node.all_input_nodes:
-            base = n
-            while (up := view_base(base)) is not None:
-                base = up
-            if base in freed:
+            owner = self.storages.found.owner[n]
+            if owner in self.freed:
                 raise VerificationError(
-                    f"{node.name!r} uses {n.name!r}, freed at step {freed[base]}"
+                    f"{node.name!r} uses {n.name!r}, freed at step {self.freed[owner]}"
                 )
-        mark = mark_of(node)
-        step = -1 if mark.step is None else mark.step
-        if node.target is free:
-            (owner,) = node.all_input_nodes
-            if owner not in owners:
-                raise VerificationError(f"step {step} frees {owner.name!r}, not in memory")
-            live_bytes -= sizes[owners.pop(owner)]
-            freed[owner] = step
-        elif mark.storage is not None and mark.storage not in resident:
-            owners[node] = mark.storage
-            live_bytes += sizes[owners[node]]
-        ends_step = index + 1 == len(nodes) or mark_of(nodes[index + 1]).step != mark.step
-        if ends_step and node.op == "call_function" and 0 <= step < len(timeline.after_bytes):
-            expected = timeline.after_bytes[step]
-            if live_bytes != expected:
+
+    def _check_order_of_marks(self, node: fx.Node) -> None:
+        step = mark_of(node).step
+        if step is None:
+            return
+        if not self.marked <= step < self.first + len(self.steps):
+            raise VerificationError(f"{node.name!r} is marked with step {step}, out of order")
+        self.marked = step
+
+    def _constant(self, node: fx.Node) -> None:
+        """An input: of the graphs, or received from forward."""
+        owner = self.storages.found.owner[node]
+        candidates = [self.live[owner]] if owner in self.live else self.storages.of(node)
+        marked = mark_of(node).storage
+        if candidates and marked not in candidates:
+            raise VerificationError(f"{node.name!r} is marked as storage {marked}, and is another")
+        for s in candidates:
+            if s not in self.always and s not in self.present:
+                self._hold(node, s)
+
+    def _allocate(self, node: fx.Node) -> None:
+        """A call that owns a storage of the program, unless it is computed inside of a kernel."""
+        candidates = self.storages.of(node)
+        if not self.always.isdisjoint(candidates):
+            return  # the caller holds it: a duplicate of a multi-output operator
+        if self.missing.isdisjoint(candidates):
+            index = self._next_event()
+            wanted = set() if self.missing or index is None else self._allocated_by(index)
+            if wanted.isdisjoint(candidates):
+                if self.storages.may_be_unowned(node):
+                    return
+                name = self.program.storages[min(candidates)].name
                 raise VerificationError(
-                    f"after step {step} ({node.name!r}) the graph holds {live_bytes} bytes,"
-                    f" the plan {expected}"
+                    f"{node.name!r} computes {name!r}, but {self._expected()}; the graph then holds"
+                    " more than the plan says"
                 )
+            assert index is not None
+            self.next, self.missing = index + 1, wanted
+        mark, step = mark_of(node), self.first + self.next - 1
+        possible = self.missing.intersection(candidates)
+        s = mark.storage if mark.storage in possible else min(possible)
+        if (mark.storage, mark.step) != (s, step):
+            raise VerificationError(
+                f"{node.name!r} is storage {s}, computed at step {step}, but is marked as storage"
+                f" {mark.storage} and step {mark.step}"
+            )
+        self.missing.remove(s)
+        self._hold(node, s)
+        if not self.missing:
+            self._compare_bytes(node)
+
+    def _free(self, node: fx.Node) -> None:
+        """An explicit free: of what is there, where the plan frees it."""
+        (given,) = node.all_input_nodes
+        owner = self.storages.found.owner[given]
+        if owner not in self.live:
+            raise VerificationError(f"{node.name!r} frees {given.name!r}, not in memory")
+        s = self.live.pop(owner)
+        index = self._next_event()
+        if self.missing or index is None or self.steps[index] != Free(s):
+            raise VerificationError(
+                f"{given.name!r} is freed, but {self._expected()}; the graph holds something else"
+                " than the plan says"
+            )
+        step = self.first + index
+        if mark_of(node).step != step:
+            raise VerificationError(
+                f"{given.name!r} is freed at step {step}, but is marked with {mark_of(node).step}"
+            )
+        self.next = index + 1
+        self.present.remove(s)
+        self.live_bytes -= self.program.storages[s].size_bytes
+        self.freed[owner] = step
+        self._compare_bytes(node)
+
+    def _end(self) -> None:
+        if self.missing or self._next_event() is not None:
+            raise VerificationError(
+                f"the graph ends, but {self._expected()}; it does not hold what the plan says"
+            )
+
+    # --- the plan -----------------------------------------------------------------------------
+
+    def _next_event(self) -> int | None:
+        """The next step that changes what this graph holds."""
+        for index in range(self.next, len(self.steps)):
+            step = self.steps[index]
+            match step:
+                case Compute():
+                    changes = bool(self._allocated_by(index))
+                case Free(s):
+                    # Else an output that is handed on, and that backward does not take.
+                    changes = s in self.present
+                case Boundary():
+                    changes = False
+                case _:
+                    raise unknown_step(step)
+            if changes:
+                return index
+        return None
+
+    def _allocated_by(self, index: int) -> set[int]:
+        """What a step has to allocate that is not there."""
+        step = self.steps[index]
+        if not isinstance(step, Compute):
+            return set()
+        tensors = self.program.tensors
+        outputs = {tensors[t].storage for t in self.program.operators[step.operator].outputs}
+        return outputs - self.present - self.always
+
+    def _hold(self, owner: fx.Node, s: int) -> None:
+        self.live[owner] = s
+        self.present.add(s)
+        self.live_bytes += self.program.storages[s].size_bytes
+
+    def _compare_bytes(self, node: fx.Node) -> None:
+        step = self.first + self.next - 1
+        expected = self.timeline.after_bytes[step]
+        if self.live_bytes != expected:
+            raise VerificationError(
+                f"after step {step} ({node.name!r}) the graph holds {self.live_bytes} bytes,"
+                f" the plan {expected}"
+            )
+
+    def _expected(self) -> str:
+        """What the plan has next."""
+        if self.missing:
+            names = ", ".join(repr(self.program.storages[s].name) for s in sorted(self.missing))
+            return f"step {self.first + self.next - 1} of the plan has yet to compute {names}"
+        index = self._next_event()
+        if index is None:
+            return "nothing is left of the plan"
+        return f"step {self.first + index} of the plan is {self.steps[index]}"

@@ -31,7 +31,15 @@ import numpy as np
 
 from dtrcompile.passes.program.host_link import HostLink
 from dtrcompile.passes.program.index import ProgramIndex
-from dtrcompile.passes.program.plan import Boundary, Compute, Free, Offload, Prefetch, Step
+from dtrcompile.passes.program.plan import (
+    Boundary,
+    Compute,
+    Free,
+    Offload,
+    Prefetch,
+    Step,
+    unknown_step,
+)
 
 
 def hoist(
@@ -79,6 +87,10 @@ def _tidied(index: ProgramIndex, steps: Sequence[Step]) -> list[_Entry]:
             case Free(s):
                 for t in index.tensors_of[s]:
                     defined[t] = False
+            case Boundary():
+                pass
+            case _:
+                raise unknown_step(step)
         for t in new:
             defined[t] = True
         defines.append(new)
@@ -127,6 +139,8 @@ def _tidied(index: ProgramIndex, steps: Sequence[Step]) -> list[_Entry]:
                     continue
                 frees = [] if n_live[s] else [s]
                 read(sorted(from_host.pop(s)))
+            case _:
+                raise unknown_step(step)
         entries.append(_Entry(step, frees))
     entries.reverse()
     return entries
@@ -227,6 +241,8 @@ class _Line:
                     arriving[s] = stay
                     resident[s] = True
                     live_bytes += size_bytes[s]
+                case _:
+                    raise unknown_step(entry.step)
             slot = len(self.slots) - 1
             for s in entry.frees:
                 live_bytes -= size_bytes[s]

@@ -15,12 +15,15 @@ The text form is one step a line, so that a bug report is a file and two plans c
 A storage can also be moved to the host and back (`host_link.HostLink`): ``offload 3`` starts a
 copy to the host, ``free 3`` waits for it, ``prefetch 3`` starts the copy back.  Planners write such
 steps only if they are told of a link, and nothing emits them yet (`refuse_copies`).
+
+`Step` is a closed union: what does something else for each kind of step ends in `unknown_step`, so
+that the type checker names every such place when a kind is added.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from dtrcompile.passes.errors import PlanError, UnsupportedPlanError
 
@@ -69,6 +72,17 @@ class Prefetch:
 
 
 Step: TypeAlias = Compute | Free | Boundary | Offload | Prefetch
+# Of a plan that makes no copies to the host (`refuse_copies`).
+DeviceStep: TypeAlias = Compute | Free | Boundary
+
+
+def unknown_step(step: NoReturn) -> UnsupportedPlanError:
+    """What to raise at the end of a match over the kinds of steps.
+
+    The type checker accepts the call only where no kind is left, as it does `typing.assert_never`,
+    which Python 3.10 has not.
+    """
+    return UnsupportedPlanError(f"{step!r} is no step that is known here")
 
 
 _NUMBERED: dict[str, type[Compute | Free | Offload | Prefetch]] = {
@@ -108,6 +122,8 @@ class Plan:
                     lines.append(f"offload {storage}")
                 case Prefetch(storage):
                     lines.append(f"prefetch {storage}")
+                case _:
+                    raise unknown_step(step)
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -141,15 +157,23 @@ class Plan:
         return Plan(tuple(steps), fields["program"], fields["planner"])
 
 
-def refuse_copies(plan: Plan, what: str) -> None:
-    """For what knows `Compute` and `Free` only: refuse a plan that moves storages to the host.
+def refuse_copies(plan: Plan, what: str) -> tuple[DeviceStep, ...]:
+    """The steps of a plan, for what does not know those that move storages to the host.
 
     Raises:
         UnsupportedPlanError: naming the first such step.
     """
+    steps: list[DeviceStep] = []
     for index, step in enumerate(plan.steps):
-        if isinstance(step, (Offload, Prefetch)):
-            raise UnsupportedPlanError(
-                f"{what} cannot handle step {index} ({step}) of a plan by {plan.planner!r}: copies"
-                " to the host are planned and replayed, not emitted. Plan without host_link."
-            )
+        match step:
+            case Compute() | Free() | Boundary():
+                steps.append(step)
+            case Offload() | Prefetch():
+                raise UnsupportedPlanError(
+                    f"{what} cannot handle step {index} ({step}) of a plan by {plan.planner!r}:"
+                    " copies to the host are planned and replayed, not emitted. Plan without"
+                    " host_link."
+                )
+            case _:
+                raise unknown_step(step)
+    return tuple(steps)

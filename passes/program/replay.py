@@ -20,13 +20,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.program.host_link import HostLink, LinkClock
-from dtrcompile.passes.program.plan import Boundary, Compute, Free, Offload, Plan, Prefetch
-from dtrcompile.passes.program.program import Phase, Program, StorageKind
+from dtrcompile.passes.program.plan import (
+    Boundary,
+    Compute,
+    Free,
+    Offload,
+    Plan,
+    Prefetch,
+    Step,
+    unknown_step,
+)
+from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind
 
 
 @dataclass(frozen=True)
@@ -142,21 +151,24 @@ class _Replay:
             lines.append(f"  {'>' if i == self.index else ' '} {i}: {self.describe(step)}")
         return PlanError("\n".join(lines))
 
-    def describe(self, step: object) -> str:
+    def describe(self, step: Step) -> str:
+        operators, storages = self.program.operators, self.program.storages
         match step:
-            case Compute(o) if 0 <= o < len(self.program.operators):
-                return f"compute {o} ({self.program.operators[o].name})"
-            case Free(s) if 0 <= s < len(self.program.storages):
-                return f"free {s} ({self.program.storages[s].name})"
-            case Offload(s) if 0 <= s < len(self.program.storages):
-                return f"offload {s} ({self.program.storages[s].name})"
-            case Prefetch(s) if 0 <= s < len(self.program.storages):
-                return f"prefetch {s} ({self.program.storages[s].name})"
+            case Compute(o):
+                return f"compute {_named(o, operators)}"
+            case Free(s):
+                return f"free {_named(s, storages)}"
+            case Offload(s):
+                return f"offload {_named(s, storages)}"
+            case Prefetch(s):
+                return f"prefetch {_named(s, storages)}"
+            case Boundary():
+                return "boundary"
             case _:
-                return str(step)
+                raise unknown_step(step)
 
     def run(self) -> tuple[MemoryTimeline, PlanStats]:
-        program = self.program
+        program, steps = self.program, self.plan.steps
         start_bytes = peak_bytes = self.live_bytes
         forward_peak_bytes, backward_peak_bytes, boundary_bytes = start_bytes, 0, 0
         peak_step, peak_resident = -1, frozenset(self.resident)
@@ -164,7 +176,7 @@ class _Replay:
         during: list[int] = []
         after: list[int] = []
         at_step = start_bytes
-        for index, (step, following) in enumerate(pairwise([*self.plan.steps, None])):
+        for index, (step, following) in enumerate(zip(steps, [*steps[1:], None], strict=False)):
             self.index = index
             at_step, workspace, operator = min(self.live_bytes, at_step), 0, ""
             match step:
@@ -185,6 +197,8 @@ class _Replay:
                     # What is handed on is gone when the tangents come; that both are there while
                     # another graph makes these is in what that one holds.
                     at_step = max(boundary_bytes, self.live_bytes - self.given_up_bytes())
+                case _:
+                    raise unknown_step(step)
             if not isinstance(following, Free | Offload):
                 # What was not freed after an operator was not written over by it.
                 at_step = max(at_step, self.live_bytes)
@@ -390,3 +404,8 @@ class _Replay:
         for s in sorted(self.resident - program.output_storages):
             if not program.storages[s].is_constant:
                 raise self.fail(f"{program.storages[s].name!r} is never freed")
+
+
+def _named(i: int, of: Sequence[Operator] | Sequence[Storage]) -> str:
+    """A number of a plan, which may be out of range, with the name of what it refers to."""
+    return f"{i} ({of[i].name})" if 0 <= i < len(of) else str(i)

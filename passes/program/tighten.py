@@ -7,9 +7,19 @@ never holds more at any of them; emission relies on its frees being the last use
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan, Step, refuse_copies
+from dtrcompile.passes.program.plan import (
+    Boundary,
+    Compute,
+    DeviceStep,
+    Free,
+    Plan,
+    Step,
+    refuse_copies,
+    unknown_step,
+)
 from dtrcompile.passes.program.program import Program
 
 
@@ -19,8 +29,7 @@ def tighten(program: Program, plan: Plan) -> Plan:
     Raises:
         UnsupportedPlanError: if it copies to the host.
     """
-    refuse_copies(plan, "tighten")
-    kept = _needed_steps(program, plan)
+    kept = _needed_steps(program, refuse_copies(plan, "tighten"))
     return replace(plan, steps=tuple(_with_frees(program, kept)))
 
 
@@ -32,39 +41,49 @@ class _Kept:
     allocates: frozenset[int]
 
 
-def _needed_steps(program: Program, plan: Plan) -> list[_Kept]:
+def _needed_steps(program: Program, steps: Sequence[DeviceStep]) -> list[_Kept]:
     """Computations and the boundary, without recomputations whose results nothing reads."""
     first_run: dict[int, int] = {}
     resident: set[int] = set()
     allocates: list[frozenset[int]] = []
-    for index, step in enumerate(plan.steps):
+    for index, step in enumerate(steps):
         new: frozenset[int] = frozenset()
-        if isinstance(step, Compute):
-            first_run.setdefault(step.operator, index)
-            new = _roots(program, step.operator) - resident
-            resident |= new
-        elif isinstance(step, Free):
-            resident.discard(step.storage)
+        match step:
+            case Compute(o):
+                first_run.setdefault(o, index)
+                new = _roots(program, o) - resident
+                resident |= new
+            case Free(s):
+                resident.discard(s)
+            case Boundary():
+                pass
+            case _:
+                raise unknown_step(step)
         allocates.append(new)
 
     needed: list[_Kept] = []
     live = {t for t in program.outputs if program.tensors[t].storage not in program.handed_on}
-    for index in range(len(plan.steps) - 1, -1, -1):
-        step = plan.steps[index]
-        if isinstance(step, Boundary):
-            live.update(_held(program))
-            needed.append(_Kept(step, frozenset()))
-        elif isinstance(step, Compute):
-            op = program.operators[step.operator]
-            if first_run[step.operator] != index and live.isdisjoint(op.outputs):
-                continue
-            needed.append(_Kept(step, allocates[index]))
-            for t in op.outputs:
-                storage = program.tensors[t].storage
-                # The duplicate of a multi-output operator is dropped; the older copy lives on.
-                if program.root_tensor[storage] != t or storage in allocates[index]:
-                    live.discard(t)
-            live.update(op.inputs)
+    for index in range(len(steps) - 1, -1, -1):
+        step = steps[index]
+        match step:
+            case Boundary():
+                live.update(_held(program))
+                needed.append(_Kept(step, frozenset()))
+            case Compute(o):
+                op = program.operators[o]
+                if first_run[o] != index and live.isdisjoint(op.outputs):
+                    continue
+                needed.append(_Kept(step, allocates[index]))
+                for t in op.outputs:
+                    storage = program.tensors[t].storage
+                    # The duplicate of a multi-output operator is dropped; the older copy lives on.
+                    if program.root_tensor[storage] != t or storage in allocates[index]:
+                        live.discard(t)
+                live.update(op.inputs)
+            case Free():
+                pass  # made anew at the last use
+            case _:
+                raise unknown_step(step)
     needed.reverse()
     return needed
 

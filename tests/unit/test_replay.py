@@ -36,6 +36,14 @@ FORWARD = (Compute(0), Compute(1), Compute(2), Compute(3), Free(B))
 BACKWARD = (Compute(4), Free(A), Free(R))
 
 
+def test_a_plan_without_steps() -> None:
+    p = ProgramBuilder()
+    x = p.constant("x", 1, StorageKind.INPUT)
+    nothing = p.build([x])
+    timeline, stats = replay(nothing, Plan((), nothing.fingerprint, "test"))
+    assert (timeline.during_bytes, stats.peak_bytes) == ((), 1)
+
+
 def test_arithmetic() -> None:
     timeline, stats = replay(program(), plan(*FORWARD, Boundary(), *BACKWARD))
     assert timeline.start_bytes == 1

@@ -49,7 +49,15 @@ from numpy.typing import NDArray
 
 from dtrcompile.passes.errors import OptionError
 from dtrcompile.passes.program.index import ProgramIndex
-from dtrcompile.passes.program.plan import Boundary, Compute, Free, Step
+from dtrcompile.passes.program.plan import (
+    Boundary,
+    Compute,
+    Free,
+    Offload,
+    Prefetch,
+    Step,
+    unknown_step,
+)
 
 NONE = -1
 """No variable: the entry is 0."""
@@ -539,7 +547,8 @@ def steps_of(stages: Stages, choice: Choice) -> tuple[Step, ...]:
 def choice_of(stages: Stages, steps: Sequence[Step]) -> Choice | None:
     """The decision nearest to a plan: what ran in each stage, what was there when it began.
 
-    None if operators run for the first time in another order than the program's.
+    None if operators run for the first time in another order than the program's, or if it copies
+    to the host, of which the model knows nothing.
     """
     index = stages.index
     n = len(stages)
@@ -573,6 +582,10 @@ def choice_of(stages: Stages, steps: Sequence[Step]) -> Choice | None:
                 defined.difference_update(index.tensors_of[s])
                 # Freed before anything else ran: it was not kept.
                 kept[stage, list(index.tensors_of[s])] &= runs[stage].any()
+            case Offload() | Prefetch():
+                return None
+            case _:
+                raise unknown_step(step)
     if stage == n - 1 and stages.operator[stage] is None:
         runs[stage, stage] = True
         stage += 1

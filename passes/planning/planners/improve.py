@@ -21,7 +21,15 @@ import numpy as np
 
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.program.index import ProgramIndex
-from dtrcompile.passes.program.plan import Boundary, Compute, Free, Step
+from dtrcompile.passes.program.plan import (
+    Boundary,
+    Compute,
+    Free,
+    Offload,
+    Prefetch,
+    Step,
+    unknown_step,
+)
 
 BOUNDARY = -1
 """Stands for the boundary in a schedule."""
@@ -93,8 +101,10 @@ def schedule_of(index: ProgramIndex, steps: Sequence[Step]) -> Schedule:
                 frees.append([])
             case Free(s):
                 frees[-1].append(s)
-            case _:
+            case Offload() | Prefetch():
                 raise PlanError(f"a schedule has no {step}: it cannot say when a copy is made")
+            case _:
+                raise unknown_step(step)
     return tidy(index, operators, frees)
 
 
