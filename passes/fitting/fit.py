@@ -30,7 +30,7 @@ from dtrcompile.passes.fitting.residuals import (
 from dtrcompile.passes.fitting.sharing import ALONE, GraphBytes, Rest, with_rest, without_rest
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, emit
-from dtrcompile.passes.graphs.verify import verify_emitted
+from dtrcompile.passes.graphs.verify import Verifier
 from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.inductor.layouts import give_room
 from dtrcompile.passes.planning.planners import minimum_plan
@@ -308,6 +308,7 @@ class _Fit:
         self.room_bytes = 0
         self.candidates: dict[tuple[Plan, int], Candidate] = {}
         self.is_kept = False
+        self._verifier: Verifier | None = None
         self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Plan | None] = {}
 
     def run(
@@ -493,6 +494,13 @@ class _Fit:
             raise self.infeasible(own_bytes, self.smallest(), held().peak_bytes)
         return chosen
 
+    @property
+    def verifier(self) -> Verifier:
+        """Of the graphs that are planned; they are captured again at most once."""
+        if self._verifier is None or self._verifier.captured is not self.captured:
+            self._verifier = Verifier(self.captured)
+        return self._verifier
+
     def peak(self, candidate: Candidate) -> int:
         """What counts against the budget."""
         return candidate.measured.peak_with(self.rest)
@@ -504,7 +512,7 @@ class _Fit:
             timeline, stats = replay(self.program, plan)
             emitted = emit(self.captured, plan)
             give_room([g for g in (emitted.forward, emitted.backward) if g], self.room_bytes)
-            verify_emitted(self.captured, plan, timeline, emitted)
+            self.verifier.verify(plan, timeline, emitted)
             start = time.perf_counter()
             measured = self.measured(emitted, plan, stats)
             self.lowering_s += time.perf_counter() - start

@@ -39,29 +39,42 @@ from dtrcompile.passes.program.program import StorageKind
 from dtrcompile.passes.program.replay import MemoryTimeline
 
 
+class Verifier:
+    """Compares emitted graphs with a default split, whose values are numbered once."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.numbers = ValueNumbers()
+        split = Split.of(captured.forward, captured.backward, captured.num_fwd_outputs)
+        updated = set(split.updated_after_forward)
+        self.updated = frozenset(
+            i for i, n in enumerate(placeholders(captured.forward)) if n in updated
+        )
+        self.wanted = self.numbers.number(split, self.updated, _places(captured))
+
+    def verify(self, plan: Plan, timeline: MemoryTimeline, emitted: Emitted) -> None:
+        """Check that the graphs compute what the default split computes, as the plan says.
+
+        Raises:
+            VerificationError: naming the node and the step.
+            UnsupportedPlanError: if the plan copies to the host.
+        """
+        steps = refuse_copies(plan, "verify_emitted")
+        try:
+            made = Split.of(emitted.forward, emitted.backward, self.captured.num_fwd_outputs)
+        except CaptureError as error:
+            raise VerificationError(f"the emitted graphs do not go together: {error}") from error
+        found = self.numbers.number(made, self.updated)
+        _check_effects(self.wanted, found)
+        _check_values(self.wanted, found)
+        _check_memory(self.captured, steps, timeline, emitted, self.wanted, found)
+
+
 def verify_emitted(
     captured: Captured, plan: Plan, timeline: MemoryTimeline, emitted: Emitted
 ) -> None:
-    """Check that the graphs compute what the default split computes, as the plan says.
-
-    Raises:
-        VerificationError: naming the node and the step.
-        UnsupportedPlanError: if the plan copies to the host.
-    """
-    steps = refuse_copies(plan, "verify_emitted")
-    try:
-        made = Split.of(emitted.forward, emitted.backward, captured.num_fwd_outputs)
-    except CaptureError as error:
-        raise VerificationError(f"the emitted graphs do not go together: {error}") from error
-    numbers = ValueNumbers()
-    split = Split.of(captured.forward, captured.backward, captured.num_fwd_outputs)
-    updated = set(split.updated_after_forward)
-    positions = frozenset(i for i, n in enumerate(placeholders(captured.forward)) if n in updated)
-    wanted = numbers.number(split, positions, _places(captured))
-    found = numbers.number(made, positions)
-    _check_effects(wanted, found)
-    _check_values(wanted, found)
-    _check_memory(captured, steps, timeline, emitted, wanted, found)
+    """As `Verifier.verify`, for graphs of a default split of which no others are verified."""
+    Verifier(captured).verify(plan, timeline, emitted)
 
 
 def _places(captured: Captured) -> dict[fx.Node, int]:
