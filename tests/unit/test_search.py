@@ -43,12 +43,12 @@ def test_an_eviction_pulls_forward_what_is_made_again_later_anyway() -> None:
     assert state.held_bytes.tolist() == [4, 8, 12, 13, 6, 1]
     # b then needs a in stage c.  So a is made there, once, and held from there to d: b's eviction
     # costs what b does, 1, and not what both do.
-    mark = len(state.log)
+    mark = len(state.journal)
     state.evict(1, 3)  # b, read by c
     state.settle()
     assert state.cost_ns == program.cost_ns + 9 + 1
     assert state.runs == {3: [0, 1]}
-    state.undo_to(mark)
+    state.journal.roll_back(mark)
     assert state.cost_ns == program.cost_ns + 9
     state.keep(0, 4)
     assert (state.cost_ns, state.runs) == (program.cost_ns, {})

@@ -210,7 +210,7 @@ class AutoPlanner(Planner):
                 ):
                     break
             else:
-                search.state.log.clear()
+                search.state.journal.clear()
                 return [search]
         return []
 

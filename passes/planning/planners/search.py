@@ -141,7 +141,7 @@ class Search:
             if (u, stop) in locked:
                 continue
             tries += 1
-            mark, before_ns = len(state.log), state.cost_ns
+            mark, before_ns = len(state.journal), state.cost_ns
             enough_ns = most_ns
             if best is not None:  # no eviction of these bytes that costs more can be better
                 enough_ns = min(most_ns, before_ns + best[0] * int(sizes[k]) * float(weights[k]))
@@ -156,7 +156,7 @@ class Search:
                     ratio = max(total - int(left.sum()), 0) / here
                     gain = here * _power_of_one(ratio, power)
             self.looks += 20 + len(excess) // 512
-            state.undo_to(mark)
+            state.journal.roll_back(mark)
             state.learn(slot, added_ns)
             if gain > 0 and (best is None or (added_ns + 1e-3) / gain < best[0]):
                 best = ((added_ns + 1e-3) / gain, u, stop)
@@ -193,13 +193,13 @@ class Search:
             return False
         if not state.has_room(start, stop, int(state.segment_bytes[slot])):
             return False
-        mark, before_ns = len(state.log), state.cost_ns
+        mark, before_ns = len(state.journal), state.cost_ns
         state.keep(int(state.segment_item[slot]), stop)
         state.settle()
         self.looks += 20
         if state.cost_ns < before_ns and self.fits:
             return True
-        state.undo_to(mark)
+        state.journal.roll_back(mark)
         return False
 
     # Ruin
@@ -255,12 +255,12 @@ class Search:
         baseline_ns = state.index.program.cost_ns
         least_ns = max(least_ns, baseline_ns)
         best_ns = state.cost_ns
-        state.log.clear()
+        state.journal.clear()
         while (done := (self.work - start) / max(work_limit, 1)) < 1.0 and best_ns > least_ns:
             extra_ns = best_ns - baseline_ns
             share = start_share + done * (stop_share - start_share)
             allowed_ns = best_ns + _SLACK * (1.0 - share) * extra_ns
-            mark = len(state.log)
+            mark = len(state.journal)
             count = self._ruin_size()
             locked = self.ruin(count)
             if locked and self.random.random() < 0.5:
@@ -275,13 +275,13 @@ class Search:
             ):
                 self.fill()
             if state.cost_ns > allowed_ns or not self.fits:
-                state.undo_to(mark)
+                state.journal.roll_back(mark)
             elif state.cost_ns <= best_ns:
                 best_ns = state.cost_ns
-                state.log.clear()
-            elif len(state.log) > _LOG_LIMIT:
-                state.undo_to(0)
-        state.undo_to(0)
+                state.journal.clear()
+            elif len(state.journal) > _LOG_LIMIT:
+                state.journal.roll_back(0)
+        state.journal.roll_back(0)
 
 
 def _power(values: IntArray, power: float) -> npt.NDArray[np.float64]:
