@@ -30,15 +30,16 @@ import numpy.typing as npt
 
 from dtrcompile.passes.planning.planners.improve import BOUNDARY, Schedule, tidy
 from dtrcompile.passes.planning.planners.journal import Journal
+from dtrcompile.passes.planning.settings import (
+    MAX_SEARCHED_STAGE_RUNS,
+    WORK_PER_NEW_TOUCH,
+)
 from dtrcompile.passes.program.index import ProgramIndex
 
 IntArray = npt.NDArray[np.int64]
 
-_LONG_STAGE = 64
 # No stage: a first touch has none before it.
 _NO_TOUCH = -1
-# A touch that changes what is kept is so much more work than one more of the same.
-_CHANGE = 7
 
 
 class Intervals:
@@ -293,7 +294,7 @@ class Intervals:
         if t in counts:
             self._count(u, t, 1)
             return
-        self.work += _CHANGE
+        self.work += WORK_PER_NEW_TOUCH
         touches = self.touches[u]
         at = bisect_left(touches, t)
         before = touches[at - 1]
@@ -339,7 +340,7 @@ class Intervals:
         if self.counts[u][t] > 1:
             self._count(u, t, -1)
         else:
-            self.work += _CHANGE
+            self.work += WORK_PER_NEW_TOUCH
             touches = self.touches[u]
             at = bisect_left(touches, t)
             before = touches[at - 1]
@@ -533,7 +534,7 @@ class Intervals:
         if runs is None:
             return [o]
         self.work += len(runs) // 4
-        if len(runs) > _LONG_STAGE:
+        if len(runs) > MAX_SEARCHED_STAGE_RUNS:
             # Baseline order is always possible; looking for the reader would be quadratic.
             return sorted([*runs, o])
         outputs = set(index.outputs[o])
