@@ -21,6 +21,7 @@ import numpy as np
 
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.liveness import Liveness
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Step
 
 BOUNDARY = -1
@@ -125,54 +126,35 @@ def tidy(index: ProgramIndex, operators: Sequence[int], frees: Sequence[Sequence
             for t in index.tensors_of[s]:
                 defined[t] = False
 
-    # Backwards: what is read later?  A storage is resident while any of its tensors is live.
-    live = [False] * len(index.producer)
-    n_live = [0] * index.n_storages
+    # Backwards: what is read later?
+    live = Liveness(storage_of, index.n_storages)
+    n_live = live.n_live
     live_bytes = index.program.constant_bytes
     if index.program.boundary is not None:
         live_bytes += index.tangent_bytes
-
-    def read(tensors: Sequence[int]) -> int:
-        added = 0
-        for t in tensors:
-            if not live[t]:
-                live[t] = True
-                s = storage_of[t]
-                if not n_live[s]:
-                    added += size_bytes[s]
-                n_live[s] += 1
-        return added
-
-    live_bytes += read(index.end_outputs)
+    live_bytes += sum(size_bytes[s] for s in live.read(index.end_outputs))
     kept: list[int] = []
     kept_frees: list[list[int]] = []
     during: list[int] = []
     for at in range(len(operators) - 1, -1, -1):
         o = operators[at]
         if o == BOUNDARY:
-            live_bytes += read(index.boundary_outputs)
+            live_bytes += sum(size_bytes[s] for s in live.read(index.boundary_outputs))
             kept.append(at)
             kept_frees.append([])
             during.append(live_bytes)
             live_bytes -= index.tangent_bytes
             continue
         new = defines[at]
-        if again[at] and not any(live[t] for t in new):
+        if again[at] and not live.any_live(new):
             continue
-        dying = [s for s in index.input_storages[o] if not n_live[s]]
+        dying = live.dead((*index.input_storages[o], *roots[o]))
         wanted = [s for s in roots[o] if n_live[s]]
-        dying += [s for s in roots[o] if not n_live[s]]
         at_bytes = live_bytes + index.workspace_bytes[o] + sum(size_bytes[s] for s in dying)
-        for t in new:
-            if live[t]:
-                live[t] = False
-                s = storage_of[t]
-                n_live[s] -= 1
-                if not n_live[s]:
-                    live_bytes -= size_bytes[s]
+        live_bytes -= sum(size_bytes[s] for s in live.define(new))
         # Still live: in memory from before, so this run's copy is held beside it.
         at_bytes += sum(size_bytes[s] for s in wanted if n_live[s])
-        live_bytes += read(inputs[o])
+        live_bytes += sum(size_bytes[s] for s in live.read(inputs[o]))
         kept.append(at)
         kept_frees.append(dying)
         during.append(at_bytes)
