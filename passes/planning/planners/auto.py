@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, PlanError
+from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
 from dtrcompile.passes.planning.heuristics import (
     HDTR,
     HEURISTICS,
@@ -35,7 +35,12 @@ from dtrcompile.passes.planning.heuristics import (
 from dtrcompile.passes.planning.planners.base import Planner, keep_all, lower_bound_bytes
 from dtrcompile.passes.planning.planners.chains import binomial_seed
 from dtrcompile.passes.planning.planners.cover import least_cost_ns
-from dtrcompile.passes.planning.planners.improve import Schedule, keep_what_fits, schedule_of
+from dtrcompile.passes.planning.planners.improve import (
+    Schedule,
+    judged_plan,
+    keep_what_fits,
+    schedule_of,
+)
 from dtrcompile.passes.planning.planners.intervals import Intervals
 from dtrcompile.passes.planning.planners.search import Search
 from dtrcompile.passes.planning.settings import (
@@ -58,7 +63,6 @@ from dtrcompile.passes.planning.simulator import Simulator, SimulatorOptions
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
-from dtrcompile.passes.program.replay import replay
 
 # In the order in which they are run; how many depends on the work.  The paper's own two best come
 # early, so that no program is planned worse than they would plan it.
@@ -117,15 +121,7 @@ class AutoPlanner(Planner):
         if budget_bytes < lower_bound_bytes(program):
             raise InfeasibleBudgetError(budget_bytes)
         best = self._best_schedule(index, budget_bytes)
-        plan = Plan(best.steps(), program.fingerprint, self.name)
-        # The account above is fast; the referee's is the one that counts.
-        timeline, stats = replay(program, plan)
-        if timeline.peak_bytes > budget_bytes or stats.cost_ns != best.cost_ns:
-            raise PlanError(
-                f"auto counted {best.peak_bytes} bytes and {best.cost_ns} ns, the referee"
-                f" {timeline.peak_bytes} and {stats.cost_ns}; please report the program"
-            )
-        return plan
+        return judged_plan(program, best, budget_bytes, self.name)
 
     def _work(self, index: ProgramIndex) -> int:
         """Units of work for one plan."""
@@ -151,7 +147,7 @@ class AutoPlanner(Planner):
             return seeds[0]
         chain = binomial_seed(index, budget_bytes)
         if chain is not None:
-            seeds = sorted([chain, *seeds], key=_rank)
+            seeds = sorted([chain, *seeds], key=lambda schedule: schedule.rank)
         searches = [Search(_loaded(index, budget_bytes, seed)) for seed in seeds[:MAX_SEEDS]]
         searches = [s for s in searches if s.repair(work_limit=s.work + work)]
         if not seeds:
@@ -165,7 +161,7 @@ class AutoPlanner(Planner):
         ]
         if not fitting:
             raise InfeasibleBudgetError(budget_bytes)
-        return min(fitting, key=_rank)
+        return min(fitting, key=lambda schedule: schedule.rank)
 
     def _first_schedule(self, index: ProgramIndex, budget_bytes: int, work: int) -> Schedule:
         """The first schedule found that fits.
@@ -244,7 +240,7 @@ class AutoPlanner(Planner):
             if not self.first_fit:
                 seed = keep_what_fits(index, seed, budget_bytes)
             if all(seed.operators != other.operators for other in seeds):
-                seeds = sorted([*seeds, seed], key=_rank)[:MAX_SEEDS]
+                seeds = sorted([*seeds, seed], key=lambda schedule: schedule.rank)[:MAX_SEEDS]
         return seeds
 
     def candidates(self) -> tuple[SimulatorOptions, ...]:
@@ -268,10 +264,6 @@ def default_planning_s(n_operators: int) -> float:
     """Seconds for one plan where none are given: under one up to a thousand operators."""
     of_small = min(DEFAULT_S_PER_OPERATOR * n_operators, DEFAULT_S_PER_THOUSAND_OPERATORS)
     return min(max(of_small, DEFAULT_S_PER_THOUSAND_OPERATORS * n_operators / 1000), MAX_DEFAULT_S)
-
-
-def _rank(schedule: Schedule) -> tuple[int, int]:
-    return schedule.cost_ns, schedule.peak_bytes
 
 
 def _loaded(index: ProgramIndex, budget_bytes: int, seed: Schedule) -> Intervals:

@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, PlanError, TimeLimitError
+from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, TimeLimitError
 from dtrcompile.passes.planning.planners.auto import AutoPlanner
 from dtrcompile.passes.planning.planners.base import Planner, keep_all, lower_bound_bytes
 from dtrcompile.passes.planning.planners.checkmate_model import (
@@ -34,7 +34,7 @@ from dtrcompile.passes.planning.planners.checkmate_model import (
     steps_of,
 )
 from dtrcompile.passes.planning.planners.highs import Solved, Status, solve_linear
-from dtrcompile.passes.planning.planners.improve import Schedule, schedule_of
+from dtrcompile.passes.planning.planners.improve import Schedule, judged_plan, schedule_of
 from dtrcompile.passes.planning.settings import (
     MAX_TOLERANCE_RETRIES,
     TOLERANCE_SHARE,
@@ -190,13 +190,7 @@ class CheckmatePlanner(Planner):
         if best is None:
             status = solved.status if solved.x is None else Status.TIME_LIMIT
             return Solution(status, None, None, bound_ns, 0.0, solved.nodes)
-        plan = Plan(best.steps(), program.fingerprint, self.name)
-        timeline, stats = replay(program, plan)
-        if timeline.peak_bytes > budget_bytes or stats.cost_ns != best.cost_ns:
-            raise PlanError(
-                f"checkmate counted {best.peak_bytes} bytes and {best.cost_ns} ns, the referee"
-                f" {timeline.peak_bytes} and {stats.cost_ns}; please report the program"
-            )
+        plan = judged_plan(program, best, budget_bytes, self.name)
         # Nothing that costs at most as much as what was known: that is the optimum.
         proven = solved.status in (Status.OPTIMAL, Status.INFEASIBLE)
         return Solution(

@@ -22,7 +22,9 @@ import numpy as np
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.liveness import Liveness
-from dtrcompile.passes.program.plan import Boundary, Compute, Free, Step
+from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan, Step
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 
 BOUNDARY = -1
 """Stands for the boundary in a schedule."""
@@ -71,6 +73,11 @@ class Schedule:
         """The most bytes held."""
         return max(self.during_bytes, default=self.start_bytes)
 
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The least is the best: the cheaper, then the one that holds less."""
+        return self.cost_ns, self.peak_bytes
+
     def steps(self) -> tuple[Step, ...]:
         """The plan's steps."""
         steps: list[Step] = []
@@ -78,6 +85,24 @@ class Schedule:
             steps.append(Boundary() if o == BOUNDARY else Compute(o))
             steps.extend(Free(s) for s in frees)
         return tuple(steps)
+
+
+def judged_plan(program: Program, schedule: Schedule, budget_bytes: int, name: str) -> Plan:
+    """The schedule as a plan of planner ``name`` that the referee has accepted.
+
+    The account of a schedule is fast; the referee's is the one that counts.
+
+    Raises:
+        PlanError: if the two differ, or the plan is over the budget; a bug.
+    """
+    plan = Plan(schedule.steps(), program.fingerprint, name)
+    timeline, stats = replay(program, plan)
+    if timeline.peak_bytes > budget_bytes or stats.cost_ns != schedule.cost_ns:
+        raise PlanError(
+            f"{name} counted {schedule.peak_bytes} bytes and {schedule.cost_ns} ns, the referee"
+            f" {timeline.peak_bytes} and {stats.cost_ns}; please report the program"
+        )
+    return plan
 
 
 def schedule_of(index: ProgramIndex, steps: Sequence[Step]) -> Schedule:
