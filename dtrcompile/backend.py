@@ -30,7 +30,6 @@ from dtrcompile.passes.errors import (
     format_bytes,
 )
 from dtrcompile.passes.fitting.fit import (
-    AMPLE,
     MemoryModel,
     Outcome,
     RefereeModel,
@@ -40,6 +39,7 @@ from dtrcompile.passes.fitting.fit import (
 )
 from dtrcompile.passes.fitting.inductor_model import InductorModel, ScheduleSizeModel
 from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.fitting.settings import AMPLE
 from dtrcompile.passes.graphs.capture import Captured, capture
 from dtrcompile.passes.graphs.emit import lower_frees
 from dtrcompile.passes.graphs.executor import EagerExecutor, Predicted

@@ -56,7 +56,7 @@ class Mark:
         size_bytes: of a constant's storage, where several inputs share it.
         is_buffer: it has to become a buffer, though it could be computed inside of its readers.
         recomputes: the node that it computes again.
-        room_bytes: what its kernel may hold inside for the sake of its speed.
+        speed_workspace_bytes: what its kernel may hold inside for the sake of its speed.
     """
 
     operator: int | None = None
@@ -67,7 +67,7 @@ class Mark:
     size_bytes: int | None = None
     is_buffer: bool = False
     recomputes: str = ""
-    room_bytes: int = 0
+    speed_workspace_bytes: int = 0
 
 
 _UNMARKED = Mark()

@@ -27,12 +27,34 @@ from dtrcompile.passes.fitting.residuals import (
     with_residuals,
     without_residuals,
 )
+from dtrcompile.passes.fitting.settings import (
+    AGREEMENT_PERCENT,
+    AMPLE,
+    LOOSER_THAN_MINIMUM_PERCENT,
+    MAX_LEARNING_ROUNDS,
+    MAX_REPLANNING_ROUNDS,
+    SPEED_WORKSPACE_COST_SHARE,
+    SPEED_WORKSPACE_DIVISOR,
+)
 from dtrcompile.passes.fitting.sharing import ALONE, GraphBytes, Rest, with_rest, without_rest
+from dtrcompile.passes.fitting.targets import (
+    Attempt,
+    BudgetSearch,
+    Confirmed,
+    Learned,
+    NoPlan,
+    SmallerAttempt,
+    first_target,
+    is_worth_measuring,
+    next_smaller_target,
+    next_target,
+    smaller_plans_left,
+)
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, emit
 from dtrcompile.passes.graphs.verify import Verifier
 from dtrcompile.passes.inductor import disk_cache
-from dtrcompile.passes.inductor.layouts import give_room
+from dtrcompile.passes.inductor.layouts import allow_workspace
 from dtrcompile.passes.planning.planners import minimum_plan
 from dtrcompile.passes.planning.planners.base import Planner, keep_all
 from dtrcompile.passes.program.plan import Boundary, Free, Plan, Step, refuse_copies
@@ -42,26 +64,6 @@ from dtrcompile.passes.program.sizes import Sizes, at_sizes
 from dtrcompile.passes.program.tighten import tighten
 
 log = logging.getLogger("dtrcompile")
-
-# Rounds of planning with a corrected target.  Nearly every graph needs one or two.
-_MOST_ROUNDS = 4
-# Plans at the minimum that learn from the one before.
-_MOST_LESSONS = 2
-# Then plans for less than the smallest found: so many in all, so many for one target, and no target
-# nearer to the smallest than this part of it.
-_MOST_SQUEEZED = 6
-_SQUEEZED_ROUNDS = 2
-_SQUEEZE = 64
-# A plan that uses less than this share of the budget is worth planning another, looser one, and
-# that one is worth lowering if it saves this share of the compute.
-_GOOD_FILL = 0.97
-_WORTHWHILE = 0.005
-# One kernel may be given this part of the budget for its speed, where a plan is found all the same.
-_ROOM_SHARE = 6
-# That much of a step may be computed again for it.
-_ROOM_COST = 0.1
-# A budget so many times a guess is ample; schedules of default splits hold 0.6 to 1.3 of theirs.
-AMPLE = 2
 
 
 class MemoryModel(ABC):
@@ -93,7 +95,7 @@ class MemoryModel(ABC):
         """Let later processes read from disk what was lowered to measure this."""
         return
 
-    def can_use_room(self, captured: Captured) -> bool:  # noqa: ARG002
+    def gains_from_workspace(self, captured: Captured) -> bool:  # noqa: ARG002
         """Whether a kernel could be faster if it held more inside (see `layouts`)."""
         return False
 
@@ -305,7 +307,7 @@ class _Fit:
         # to need, and what its loops do not, because they write over what they read.
         self.workspaces: Mapping[int, int] = NOTHING
         # What one kernel may hold inside for the sake of its speed.
-        self.room_bytes = 0
+        self.speed_workspace_bytes = 0
         self.candidates: dict[tuple[Plan, int], Candidate] = {}
         self.is_kept = False
         self._verifier: Verifier | None = None
@@ -410,13 +412,15 @@ class _Fit:
             chosen_plan = None if chosen is None else chosen.plan
             if chosen is not None:
                 self.model.keep(chosen.measured)
-            disk_cache.write(key, Choice(chosen_plan, self.rest, self.room_bytes, held).entry())
+            disk_cache.write(
+                key, Choice(chosen_plan, self.rest, self.speed_workspace_bytes, held).entry()
+            )
         return chosen
 
     def takes_up(self, choice: Choice, measured: Measured) -> bool:
         """Go on from an earlier choice, unless its graphs hold something else by now."""
-        before = self.rest, self.room_bytes
-        self.rest, self.room_bytes = choice.rest, choice.room_bytes
+        before = self.rest, self.speed_workspace_bytes
+        self.rest, self.speed_workspace_bytes = choice.rest, choice.speed_workspace_bytes
         try:
             held = measured.peak_with(self.rest)
             if choice.plan is not None:
@@ -425,7 +429,7 @@ class _Fit:
         except DTRError as error:
             log.debug("a plan that was kept cannot be used: %s", error)
         if not self.is_kept:
-            self.rest, self.room_bytes = before
+            self.rest, self.speed_workspace_bytes = before
             self.candidates.clear()
         return self.is_kept
 
@@ -439,12 +443,12 @@ class _Fit:
             measured, plan: of the default split.
         """
         if agreed.more_follow:
-            # Taken to be as large as this one can be made, or as half of the room: so that it saves
-            # little, and does not hold much itself for that.
+            # The graphs that follow are taken to hold as much as this one does at its smallest, or
+            # half of what is available: this graph then saves little, and holds little itself.
             between_bytes = self.least_own_bytes()
             if own_bytes is not None:
-                room_bytes = own_bytes - self.program.constant_bytes
-                between_bytes = max(between_bytes, room_bytes // 2)
+                available_bytes = own_bytes - self.program.constant_bytes
+                between_bytes = max(between_bytes, available_bytes // 2)
             self.rest = replace(self.rest, between_bytes=between_bytes)
         peak_bytes = self.baseline_bytes = measured.peak_with(self.rest)
         if not agreed.more_follow and own_bytes is not None:
@@ -475,7 +479,7 @@ class _Fit:
     def within(
         self, own_bytes: int, chosen: Candidate | None, baseline: Measured
     ) -> Candidate | None:
-        """What was chosen, or, where it is too large to run, what leaves less room to others: all
+        """What was chosen, or, where it is too large to run, what leaves fewer bytes to others: all
         that it leaves beside what was chosen, or none.
 
         Raises:
@@ -507,11 +511,12 @@ class _Fit:
 
     def try_plan(self, plan: Plan) -> Candidate:
         """Emit, verify and measure a plan, once."""
-        key = plan, self.room_bytes
+        key = plan, self.speed_workspace_bytes
         if key not in self.candidates:
             timeline, stats = replay(self.program, plan)
             emitted = emit(self.captured, plan)
-            give_room([g for g in (emitted.forward, emitted.backward) if g], self.room_bytes)
+            graphs = [g for g in (emitted.forward, emitted.backward) if g]
+            allow_workspace(graphs, self.speed_workspace_bytes)
             self.verifier.verify(plan, timeline, emitted)
             start = time.perf_counter()
             measured = self.measured(emitted, plan, stats)
@@ -569,102 +574,71 @@ class _Fit:
         Raises:
             InfeasibleBudgetError: if there is none.
         """
-        # Where the compiler's baseline lies above the referee's, its plans are likely to as well,
-        # but by less: what is evicted can be in nobody's way.  (Where it lies below, by
-        # in-place updates that the program does not know, plans rarely keep the gain.)
-        likely_bytes = (baseline_planned_bytes + baseline_bytes) // 2
-        target = budget_bytes * likely_bytes // max(baseline_bytes, 1)
-        target = min(target, budget_bytes, baseline_planned_bytes - 1)
-        rooms = [0]
-        if self.model.can_use_room(self.captured):
-            rooms = [budget_bytes // _ROOM_SHARE, 0]
-        for self.room_bytes in rooms:
-            best = self.search(budget_bytes, target, baseline_planned_bytes, range(_MOST_ROUNDS))
-            if best is not None and (not self.room_bytes or self.is_room_worth_it(best, target)):
+        first = first_target(budget_bytes, baseline_planned_bytes, baseline_bytes)
+        search = BudgetSearch(budget_bytes, first, baseline_planned_bytes, MAX_REPLANNING_ROUNDS)
+        speed_workspaces = [0]
+        if self.model.gains_from_workspace(self.captured):
+            speed_workspaces = [budget_bytes // SPEED_WORKSPACE_DIVISOR, 0]
+        for self.speed_workspace_bytes in speed_workspaces:
+            best = self.cheapest_of(self.search(search), budget_bytes)
+            if best is None:
+                continue
+            if not self.speed_workspace_bytes or self.is_speed_worth_its_cost(best, first):
                 return best
         smallest = self.smallest()
         if self.peak(smallest) > budget_bytes:
             # The compiler can make more of every plan than of the default split.
             minimum_bytes = min(self.peak(smallest), self.baseline_bytes)
             raise self.infeasible(budget_bytes, smallest, minimum_bytes)
+        cheapest = self.cheapest_of(self.candidates.values(), budget_bytes)
+        assert cheapest is not None  # the smallest is one of them
+        return cheapest
+
+    def cheapest_of(self, candidates: Iterable[Candidate], budget_bytes: int) -> Candidate | None:
+        """Of those that are within the budget; the first of equals."""
         return min(
-            (c for c in self.candidates.values() if self.peak(c) <= budget_bytes),
+            (c for c in candidates if self.peak(c) <= budget_bytes),
             key=lambda c: c.stats.cost_ns,
+            default=None,
         )
 
-    def is_room_worth_it(self, candidate: Candidate, target_bytes: int) -> bool:
+    def is_speed_worth_its_cost(self, candidate: Candidate, target_bytes: int) -> bool:
         """Whether little was computed again for what kernels may hold inside for their speed."""
         without = self.plan_for(target_bytes, self.workspaces)
         if without is None:
             return True
         extra_ns = candidate.stats.cost_ns - replay(self.program, without)[1].cost_ns
-        return extra_ns <= _ROOM_COST * self.program.cost_ns
+        return extra_ns <= SPEED_WORKSPACE_COST_SHARE * self.program.cost_ns
 
-    def search(
-        self,
-        budget_bytes: int,
-        target: int,
-        high: int,
-        rounds: Iterable[int],
-        tried: list[Candidate] | None = None,
-    ) -> Candidate | None:
-        """The cheapest plan found whose measured peak is within the budget.
-
-        Args:
-            target: what the first plan is made for.
-            high: a target known not to fit.
-            rounds: one for each plan that may be made.
-            tried: gets all that were measured.
-        """
-        best: Candidate | None = None
+    def search(self, search: BudgetSearch) -> list[Candidate]:
+        """The plans that were measured for a budget, whether they are within it or not."""
+        found: list[Candidate] = []
+        attempts: list[Attempt] = []
+        learned_from: set[Plan] = set()
         known = dict(self.workspaces)
-        taught: set[Plan] = set()
-        low = 0  # a target known to fit, or to be too small for the planner
-        for _ in rounds:
+        while (target := next_target(search, attempts)) is not None:
             plan = self.plan_for(target, known)
             if plan is None and known != self.workspaces:
                 known = dict(self.workspaces)  # what was learned of a plan need not hold in another
                 plan = self.plan_for(target, known)
             if plan is None:
-                if not taught:
-                    break
-                low = max(low, target)
-                target = (low + high) // 2
+                attempts.append(NoPlan(target))
                 continue
+            best = self.cheapest_of(found, search.budget_bytes)
             if best is not None:
                 cost_ns = replay(self.program, plan)[1].cost_ns
-                if cost_ns > (1 - _WORTHWHILE) * best.stats.cost_ns:
+                if not is_worth_measuring(cost_ns, best.stats.cost_ns):
                     break
             candidate = self.try_plan(plan)
-            if tried is not None:
-                tried.append(candidate)
-            peak = self.peak(candidate)
-            fits = peak <= budget_bytes
-            if fits and (best is None or candidate.stats.cost_ns < best.stats.cost_ns):
-                best = candidate
-            if fits and peak >= _GOOD_FILL * budget_bytes:
-                break
-            if plan not in taught:
-                taught.add(plan)
-                if self.learn(candidate, known):
-                    # The planner can keep to the budget itself, where it knows what operators hold.
-                    target = budget_bytes
-                    continue
-            # What lay between plan and schedule is likely to lie there again.
-            goal = budget_bytes - (peak - self.planned_peak(plan, known))
-            if fits:
-                low = max(low, target)
-                if goal <= target:
-                    break
+            found.append(candidate)
+            is_new = plan not in learned_from
+            learned_from.add(plan)
+            if is_new and self.learn(candidate, known):
+                attempts.append(Learned(target, self.peak(candidate)))
             else:
-                high = min(high, target)
-                goal = min(goal, target - budget_bytes // 256)
-            target = goal
-            if not low < target < high:
-                target = (low + high) // 2 if low else high - budget_bytes // 64
-            if target <= 0 or high - low < budget_bytes // 128:
-                break
-        return best
+                planned_bytes = self.planned_peak(plan, known)
+                attempts.append(Confirmed(target, self.peak(candidate), planned_bytes))
+        return found
 
     def smallest(self) -> Candidate:
         """The smallest measured peak among plans at and a little above the planner's minimum.
@@ -674,30 +648,24 @@ class _Fit:
         """
         known = dict(self.workspaces)
         tried = [self.minimum(known)]
-        for _ in range(_MOST_LESSONS):
+        for _ in range(MAX_LEARNING_ROUNDS):
             if self.agrees(tried[-1], known) or not self.learn(tried[-1], known):
                 break
             tried.append(self.minimum(known))
+        planned_bytes = self.planned_peak(tried[0].plan, self.workspaces)
         if not self.agrees(tried[-1], known):
-            planned_bytes = self.planned_peak(tried[0].plan, self.workspaces)
-            targets = [planned_bytes * percent // 100 for percent in (104, 112)]
+            targets = [planned_bytes * percent // 100 for percent in LOOSER_THAN_MINIMUM_PERCENT]
             looser = [self.plan_for(target, self.workspaces) for target in targets]
             tried += [self.try_plan(plan) for plan in looser if plan is not None]
-        # The planner's smallest need not be the schedule's: a plan for less than what was measured,
-        # made for its cost, may lose nothing on the way.  Looked for by halves.
-        low = self.planned_peak(tried[0].plan, self.workspaces)
-        left = _MOST_SQUEEZED
-        while left > 0:
+        attempts: list[SmallerAttempt] = []
+        least = min(self.peak(c) for c in tried)
+        while (target := next_smaller_target(planned_bytes, least, attempts)) is not None:
+            left = smaller_plans_left(attempts)
+            found = self.search(BudgetSearch(target, target, least, left))
+            has_fitted = self.cheapest_of(found, target) is not None
+            attempts.append(SmallerAttempt(target, least, len(found), has_fitted))
+            tried += found
             least = min(self.peak(c) for c in tried)
-            step = -(-least // _SQUEEZE)
-            less = min((low + least) // 2, least - step)
-            before = len(tried)
-            rounds = range(min(left, _SQUEEZED_ROUNDS))
-            if self.search(less, less, least, rounds, tried) is None:
-                if less == least - step:
-                    break
-                low = less
-            left -= len(tried) - before
         return min(tried, key=lambda c: (self.peak(c), c.stats.cost_ns))
 
     def planned_peak(self, plan: Plan, known: Mapping[int, int]) -> int:
@@ -714,7 +682,8 @@ class _Fit:
 
     def agrees(self, candidate: Candidate, known: Mapping[int, int]) -> bool:
         """Whether next to nothing was lost between plan and schedule."""
-        return self.peak(candidate) <= self.planned_peak(candidate.plan, known) * 102 // 100
+        planned_bytes = self.planned_peak(candidate.plan, known)
+        return self.peak(candidate) <= planned_bytes * AGREEMENT_PERCENT // 100
 
     def minimum(self, known: Mapping[int, int]) -> Candidate:
         """The planner's smallest plan of the program that knows the residuals."""

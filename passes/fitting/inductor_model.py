@@ -19,7 +19,7 @@ from dtrcompile.passes.fitting.peak_formula import StepFormulas, moments_of
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted
 from dtrcompile.passes.inductor import LoweredStep, disk_cache, keep, lower, trace, trace_in_symbols
-from dtrcompile.passes.inductor.layouts import can_use_room
+from dtrcompile.passes.inductor.layouts import gains_from_workspace
 from dtrcompile.passes.inductor.lowering import graph_text, has_text
 from dtrcompile.passes.nodes import Role, role, value
 from dtrcompile.passes.planning.planners.base import Planner
@@ -69,8 +69,10 @@ class InductorModel(MemoryModel):
         if isinstance(measured.by_sizes, ScheduleSizeModel):
             keep(measured.by_sizes.lowered)
 
-    def can_use_room(self, captured: Captured) -> bool:
-        return can_use_room(g for g in (captured.forward, captured.backward) if g is not None)
+    def gains_from_workspace(self, captured: Captured) -> bool:
+        return gains_from_workspace(
+            g for g in (captured.forward, captured.backward) if g is not None
+        )
 
     def workspaces(self, captured: Captured) -> dict[int, int]:
         found: dict[int, int] = {}

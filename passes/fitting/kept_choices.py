@@ -25,13 +25,13 @@ class Choice:
     Attributes:
         plan: None where the default split was chosen.
         rest: the other graphs of the step, as the plan sees them.
-        room_bytes: what one kernel may hold inside for its speed.
+        speed_workspace_bytes: what one kernel may hold inside for its speed.
         peak_bytes: what counts against the budget.
     """
 
     plan: Plan | None
     rest: Rest
-    room_bytes: int
+    speed_workspace_bytes: int
     peak_bytes: int
 
     def entry(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Choice:
         return {
             "plan": None if self.plan is None else self.plan.to_text(),
             "rest": asdict(self.rest),
-            "room_bytes": self.room_bytes,
+            "speed_workspace_bytes": self.speed_workspace_bytes,
             "peak_bytes": self.peak_bytes,
         }
 
@@ -53,7 +53,7 @@ class Choice:
             return Choice(
                 None if text is None else Plan.from_text(text),
                 Rest(**entry["rest"]),
-                entry["room_bytes"],
+                entry["speed_workspace_bytes"],
                 entry["peak_bytes"],
             )
         except (KeyError, TypeError, AttributeError, PlanError):

@@ -62,7 +62,7 @@ def savings(program: Program, written_over: Iterable[int]) -> dict[int, int]:
         dying = [
             program.storages[s].size_bytes
             for s in {program.tensors[t].storage for t in operator.inputs}
-            if program.storages[s].kind is StorageKind.INTERMEDIATE and program.readers[s][-1] == o
+            if program.storages[s].kind is StorageKind.INTERMEDIATE and program.last_reader[s] == o
         ]
         for t in operator.outputs:
             size_bytes = program.storages[program.tensors[t].storage].size_bytes

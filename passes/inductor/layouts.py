@@ -40,12 +40,12 @@ _GROUPS = 9
 def prefers_channels_last(gm: fx.GraphModule, *, is_inference: bool) -> bool:
     """Whether Inductor had better make images channels-last in a graph.
 
-    It looks at convolutions alone; on a CPU, gradients that were given room gain as much.
+    It looks at convolutions alone; on a CPU, gradients that may use workspace gain as much.
     """
     return _DECIDE(gm, is_inference=is_inference) or any(
         _fits_channels_last(node)
         for node in gm.graph.nodes
-        if mark_of(node).room_bytes and _device(node).type == "cpu"
+        if mark_of(node).speed_workspace_bytes and _device(node).type == "cpu"
     )
 
 
@@ -73,17 +73,17 @@ def images_channels_last(graph: Any) -> Any:
     return _PREFER_CHANNELS_LAST(graph) & images - saved_inputs
 
 
-def can_use_room(graphs: Iterable[fx.GraphModule]) -> bool:
+def gains_from_workspace(graphs: Iterable[fx.GraphModule]) -> bool:
     """Whether a kernel of the graphs could be faster if it held more."""
     return any(_is_grouped_gradient(node) for gm in graphs for node in gm.graph.nodes)
 
 
-def give_room(graphs: Iterable[fx.GraphModule], room_bytes: int) -> None:
+def allow_workspace(graphs: Iterable[fx.GraphModule], speed_workspace_bytes: int) -> None:
     """Let each kernel that can use it hold so much inside."""
     for gm in graphs:
         for node in gm.graph.nodes:
-            if room_bytes and _is_grouped_gradient(node):
-                mark(node, room_bytes=room_bytes)
+            if speed_workspace_bytes and _is_grouped_gradient(node):
+                mark(node, speed_workspace_bytes=speed_workspace_bytes)
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def lowered_in(graph: Any, node: fx.Node) -> Iterator[None]:
 
     The gradient of a grouped convolution is computed much faster channels-last, but on a CPU oneDNN
     then pads each group of the weight to a block of, say, 16 by 16 channels: 256 times a depthwise
-    weight.  That is worth it only where there is room.
+    weight.  That is worth it only where the budget allows it.
     """
     with contextlib.ExitStack() as stack:
         if _is_grouped_gradient(node) and not _fits_channels_last(node):
@@ -129,4 +129,4 @@ def _fits_channels_last(node: fx.Node) -> bool:
         )
         for layout in (torch.contiguous_format, torch.channels_last)
     )
-    return channels_last_bytes <= max(contiguous_bytes, mark_of(node).room_bytes)
+    return channels_last_bytes <= max(contiguous_bytes, mark_of(node).speed_workspace_bytes)

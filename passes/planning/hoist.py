@@ -31,6 +31,7 @@ import numpy as np
 
 from dtrcompile.passes.program.host_link import HostLink
 from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.liveness import Liveness
 from dtrcompile.passes.program.plan import (
     Boundary,
     Compute,
@@ -96,24 +97,11 @@ def _tidied(index: ProgramIndex, steps: Sequence[Step]) -> list[_Entry]:
         defines.append(new)
 
     # Backwards: what is read later, here or from the host?
-    live = [False] * len(index.producer)
-    n_live = [0] * index.n_storages
+    live = Liveness(index.storage_of, index.n_storages)
     from_host: dict[int, set[int]] = {}
     entries: list[_Entry] = []
 
-    def read(tensors: Sequence[int]) -> None:
-        for t in tensors:
-            if not live[t]:
-                live[t] = True
-                n_live[index.storage_of[t]] += 1
-
-    def define(tensors: Sequence[int]) -> None:
-        for t in tensors:
-            if live[t]:
-                live[t] = False
-                n_live[index.storage_of[t]] -= 1
-
-    read(index.end_outputs)
+    live.read(index.end_outputs)
     for at in range(len(steps) - 1, -1, -1):
         step = steps[at]
         frees: list[int] = []
@@ -121,24 +109,24 @@ def _tidied(index: ProgramIndex, steps: Sequence[Step]) -> list[_Entry]:
             case Free():
                 continue
             case Boundary():
-                read(index.boundary_outputs)
+                live.read(index.boundary_outputs)
             case Compute(o):
-                if again[at] and not any(live[t] for t in defines[at]):
+                if again[at] and not live.any_live(defines[at]):
                     continue
-                frees = [s for s in (*index.input_storages[o], *index.roots[o]) if not n_live[s]]
-                define(defines[at])
-                read(index.inputs[o])
+                frees = live.dead((*index.input_storages[o], *index.roots[o]))
+                live.define(defines[at])
+                live.read(index.inputs[o])
             case Prefetch(s):
-                wanted = [t for t in defines[at] if live[t]]
+                wanted = [t for t in defines[at] if live.is_live[t]]
                 if not wanted:
                     continue
                 from_host.setdefault(s, set()).update(wanted)
-                define(wanted)
+                live.define(wanted)
             case Offload(s):
                 if s not in from_host:
                     continue
-                frees = [] if n_live[s] else [s]
-                read(sorted(from_host.pop(s)))
+                frees = live.dead([s])
+                live.read(sorted(from_host.pop(s)))
             case _:
                 raise unknown_step(step)
         entries.append(_Entry(step, frees))

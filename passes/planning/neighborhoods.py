@@ -36,7 +36,7 @@ class NeighborhoodTracker(ABC):
         """Absent ``s`` is needed again, or is no longer."""
 
     @abstractmethod
-    def on_lost(self, s: int) -> None:
+    def on_banished(self, s: int) -> None:
         """``s`` is freed for good; told before the simulator's ``absent`` changes."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class _NoNeighborhood(NeighborhoodTracker):
     def on_resident(self, s: int) -> None:
         pass
 
-    def on_lost(self, s: int) -> None:
+    def on_banished(self, s: int) -> None:
         pass
 
     def refresh(self, ids: Ids, mask: Mask) -> None:
@@ -136,7 +136,7 @@ class _WalkedNeighborhood(NeighborhoodTracker):
         self._mark(s)
         self.dirty.add(s)
 
-    def on_lost(self, s: int) -> None:
+    def on_banished(self, s: int) -> None:
         self.resident[s] = False
         self.dirty.discard(s)
         self._mark(s)
@@ -264,7 +264,7 @@ class _EquivalenceClasses(NeighborhoodTracker):
             self.touching[root].add(s)
         self.values[s] = sum(self.class_ns[root] for root in roots)
 
-    def on_lost(self, s: int) -> None:
+    def on_banished(self, s: int) -> None:
         if not self.absent[s]:
             # It was in memory, so it touches classes rather than being in one.
             for root in {self._find(r) for r in self.neighbors[s] if self.absent[r]}:

@@ -12,9 +12,9 @@ What is done differently, because the whole program is known:
 * rematerialization is a loop with its own stack (chains of any length), pins only the operator
   that is about to run, and may drop what the operators below it on the stack wait for;
 * an operator that may run only once is a hard constraint.  A storage is *locked* while it could
-  not be computed again; a locked storage that is freed is *lost*, which locks what is computed
-  from it.  It is freed only when nothing needs it, not even through evicted storages, so every
-  evicted storage can always be computed again.
+  not be computed again; a locked storage that is freed is *banished* (the paper's word for freed
+  for good), which locks what is computed from it.  It is freed only when nothing needs it, not
+  even through evicted storages, so every evicted storage can always be computed again.
 
 With a host link an eviction may be a copy to the host instead, where that is expected to cost less
 (`link_forecast`).  A storage that is on the host is *away*, not absent: it needs nothing to come
@@ -121,10 +121,10 @@ class Simulator:
         self.budget_bytes = budget_bytes
         self.options = options
         n = index.n_storages
-        # A storage is not computed yet, resident, absent (see neighborhoods), or lost.
+        # A storage is not computed yet, resident, absent (see neighborhoods), or banished.
         self.resident = [False] * n
         self.absent = [False] * n
-        self.lost = [False] * n
+        self.banished = [False] * n
         self.defined = [False] * len(index.producer)
         self.next_direct = [u[0] if u else NEVER for u in index.uses]
         self.next_use = list(self.next_direct)
@@ -486,7 +486,7 @@ class Simulator:
         self.away[s] = True
         forecast.on_away(s)
         # To the neighborhoods it is as good as gone: none of them passes through it.
-        self.tracker.on_lost(s)
+        self.tracker.on_banished(s)
 
     def become_absent(self, s: int) -> None:
         self.absent[s] = True
@@ -506,15 +506,18 @@ class Simulator:
                     if self.absent[p]:
                         stack.append(p)
 
-    def lose(self, s: int) -> None:
-        """``s``, which nothing needs, can never be computed again; nor can what hangs on it."""
+    def banish(self, s: int) -> None:
+        """``s``, which nothing needs and which is free, can never be computed again.
+
+        Nor can what is absent and computed from it (appendix C.3 of the paper).
+        """
         stack = [s]
         while stack:
             r = stack.pop()
-            if self.lost[r]:
+            if self.banished[r]:
                 continue
-            self.tracker.on_lost(r)
-            self.lost[r] = True
+            self.tracker.on_banished(r)
+            self.banished[r] = True
             self.absent[r] = False
             for c in self.index.children[r]:
                 self.locks[c] += 1
@@ -538,10 +541,10 @@ class Simulator:
                     self.leftover.add(s)
                     continue
                 self.drop(s)
-                self.lose(s)
+                self.banish(s)
             elif self.options.deallocation is Deallocation.BANISH:
                 self.drop(s)
-                self.lose(s)
+                self.banish(s)
             else:
                 self.drop(s)
                 self.become_absent(s)
@@ -557,7 +560,7 @@ class Simulator:
         stack = [s]
         while stack and len(seen) < 64:
             for c in index.children[stack.pop()]:
-                if c in seen or index.makes_once[c] or self.lost[c]:
+                if c in seen or index.makes_once[c] or self.banished[c]:
                     continue
                 seen.add(c)
                 if self.next_use[c] != NEVER:
@@ -635,7 +638,7 @@ class Simulator:
             return False
         self.leftover.discard(best)
         self.drop(best)
-        self.lose(best)
+        self.banish(best)
         return True
 
     def evict_wanted(self, protected: set[int], stack: list[_Frame]) -> bool:

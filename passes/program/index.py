@@ -27,12 +27,12 @@ class ProgramIndex:
         outputs: for each operator, the tensors it makes, without those of constants.
         roots: for each operator, the storages that it allocates.
         producer, storage_of: for each tensor.
+        tensors_of: for each storage, without those of constants.
         parents, children: for each storage, those that it is computed from, and their inverse.
         view_children: storages of which a view (not the root) reads this storage.
         uses: for each storage, the positions at which it must be in memory, ascending: readers,
             the boundary for forward outputs, the end for outputs.
         makes_once: for each storage, whether an operator that makes it may not run again.
-        last_reader: for each storage, -1 where there is none.
         pinned_until: for each storage, the position of its last reader if it is pinned, else -1.
         time_ns: baseline clock at each position, strictly increasing, one more for the end.
         boundary_outputs: tensors that must be defined at the boundary.
@@ -136,9 +136,7 @@ class ProgramIndex:
             view_children=[tuple(c) for c in view_children],
             uses=[() if constant[s] else tuple(u) for s, u in enumerate(uses)],
             makes_once=makes_once,
-            pinned_until=[
-                -1 if s.pinned is None else max(program.readers[s.id], default=-1) for s in storages
-            ],
+            pinned_until=[-1 if s.pinned is None else program.last_reader[s.id] for s in storages],
             time_ns=list(accumulate((op.cost_ns + tick for op in operators), initial=0.0)),
             boundary_outputs=tuple(
                 t

@@ -204,6 +204,11 @@ class Program:
         return tuple(tuple(r) for r in readers)
 
     @cached_property
+    def last_reader(self) -> tuple[int, ...]:
+        """For each storage, the last operator in baseline order that reads it; -1 for none."""
+        return tuple(max(readers, default=-1) for readers in self.readers)
+
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of everything that planning depends on; names are left out."""
         digest = hashlib.sha256()

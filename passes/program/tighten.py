@@ -1,4 +1,4 @@
-"""Liveness over a plan: drop recomputations that nothing reads, free every copy at its last read.
+"""Shorten a plan: drop recomputations that nothing reads, free every copy at its last read.
 
 A planner decides while it walks forward, so it may keep a copy a little too long or make one that
 nothing reads after all.  The result computes a subset of the plan's steps in the same order and
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dtrcompile.passes.program.liveness import Liveness
 from dtrcompile.passes.program.plan import (
     Boundary,
     Compute,
@@ -20,7 +21,7 @@ from dtrcompile.passes.program.plan import (
     refuse_copies,
     unknown_step,
 )
-from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.program import Phase, Program
 
 
 def tighten(program: Program, plan: Plan) -> Plan:
@@ -29,20 +30,26 @@ def tighten(program: Program, plan: Plan) -> Plan:
     Raises:
         UnsupportedPlanError: if it copies to the host.
     """
-    kept = _needed_steps(program, refuse_copies(plan, "tighten"))
-    return replace(plan, steps=tuple(_with_frees(program, kept)))
+    steps: list[Step] = []
+    for kept in _needed_steps(program, refuse_copies(plan, "tighten")):
+        steps.append(kept.step)
+        steps.extend(Free(s) for s in kept.frees)
+    return replace(plan, steps=tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A step that stays, and the storages that it allocates anew in the given plan."""
+    """A step that stays, and the storages that nothing uses after it."""
 
     step: Compute | Boundary
-    allocates: frozenset[int]
+    frees: list[int]
 
 
 def _needed_steps(program: Program, steps: Sequence[DeviceStep]) -> list[_Kept]:
-    """Computations and the boundary, without recomputations whose results nothing reads."""
+    """Computations and the boundary, without recomputations whose results nothing reads.
+
+    The frees of the given plan only tell which copy of a storage an operator allocates.
+    """
     first_run: dict[int, int] = {}
     resident: set[int] = set()
     allocates: list[frozenset[int]] = []
@@ -62,24 +69,34 @@ def _needed_steps(program: Program, steps: Sequence[DeviceStep]) -> list[_Kept]:
         allocates.append(new)
 
     needed: list[_Kept] = []
-    live = {t for t in program.outputs if program.tensors[t].storage not in program.handed_on}
+    storage_of = [tensor.storage for tensor in program.tensors]
+    live = Liveness(storage_of, len(program.storages))
+    live.read(t for t in program.outputs if storage_of[t] not in program.handed_on)
+    may_be_freed = {s.id for s in program.storages if not s.is_constant}
+    tangents = program.handed_on - may_be_freed
+    if program.boundary is not None:
+        may_be_freed |= tangents  # which are there from the boundary on
     for index in range(len(steps) - 1, -1, -1):
         step = steps[index]
         match step:
             case Boundary():
-                live.update(_held(program))
-                needed.append(_Kept(step, frozenset()))
+                # What is handed on is given up here, unless backward reads it.
+                given_up = (program.handed_on & program.held_from_boundary) | tangents
+                needed.append(_Kept(step, sorted(live.dead(given_up))))
+                live.read(_held(program))
+                may_be_freed -= tangents
             case Compute(o):
                 op = program.operators[o]
-                if first_run[o] != index and live.isdisjoint(op.outputs):
+                if first_run[o] != index and not live.any_live(op.outputs):
                     continue
-                needed.append(_Kept(step, allocates[index]))
+                used = _roots(program, op.id).union(storage_of[t] for t in op.inputs)
+                needed.append(_Kept(step, sorted(live.dead(used & may_be_freed))))
                 for t in op.outputs:
-                    storage = program.tensors[t].storage
                     # The duplicate of a multi-output operator is dropped; the older copy lives on.
+                    storage = storage_of[t]
                     if program.root_tensor[storage] != t or storage in allocates[index]:
-                        live.discard(t)
-                live.update(op.inputs)
+                        live.define([t])
+                live.read(op.inputs)
             case Free():
                 pass  # made anew at the last use
             case _:
@@ -98,55 +115,14 @@ def _roots(program: Program, operator: int) -> frozenset[int]:
 
 
 def _held(program: Program) -> list[int]:
-    """Tensors that must be there at the boundary and from then on."""
-    return [t for t in program.outputs if program.tensors[t].storage in program.held_from_boundary]
+    """Tensors of forward that must be there at the boundary and from then on.
 
-
-def _with_frees(program: Program, kept: list[_Kept]) -> list[Step]:
-    """Insert a free after the last read of each copy."""
-    end = len(kept)
-    copies: dict[int, list[int]] = {}  # storage -> for each copy, the index of its last use
-
-    def touch(t: int, index: int) -> None:
-        storage = program.tensors[t].storage
-        if storage in copies:  # else a constant
-            copies[storage][-1] = max(copies[storage][-1], index)
-
-    for index, item in enumerate(kept):
-        if isinstance(item.step, Boundary):
-            for s in sorted(program.handed_on):
-                if program.storages[s].is_constant:
-                    copies[s] = [index]
-            for t in _held(program):
-                is_given_up = program.tensors[t].storage in program.handed_on
-                touch(t, index if is_given_up else end)
-            continue
-        op = program.operators[item.step.operator]
-        for t in op.inputs:
-            touch(t, index)
-        for storage in sorted(item.allocates):
-            copies.setdefault(storage, []).append(index)
-        for t in op.outputs:
-            if program.root_tensor[program.tensors[t].storage] != t:
-                touch(t, index)
-    for t in program.outputs:
-        if program.tensors[t].storage not in program.handed_on:
-            touch(t, end)
-
-    frees: list[list[int]] = [[] for _ in range(end + 1)]
-    for storage, ends in copies.items():
-        for last in ends:
-            frees[last].append(storage)
-    result: list[Step] = []
-    resident: set[int] = set()
-    for index, item in enumerate(kept):
-        result.append(item.step)
-        done = set(frees[index])
-        if isinstance(item.step, Compute):
-            for storage in _roots(program, item.step.operator) - resident:
-                resident.add(storage)
-                if storage not in item.allocates:
-                    done.add(storage)  # a duplicate whose older copy was freed early
-        result.extend(Free(s) for s in sorted(done))
-        resident -= done
-    return result
+    A view that backward makes of one of their storages is none of them.
+    """
+    return [
+        t
+        for t in program.outputs
+        if program.tensors[t].storage in program.held_from_boundary
+        and (producer := program.tensors[t].producer) is not None
+        and program.operators[producer].phase is Phase.FORWARD
+    ]

@@ -6,6 +6,7 @@ One generator serves hypothesis (which draws the numbers and shrinks them) and
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -272,7 +273,7 @@ def check_intervals(program: Program, budget_bytes: int, pick: Pick) -> None:
         assert state.cost_ns <= schedule.cost_ns
     check_stages(program, state)
     for _ in range(4):
-        mark, cost_ns, held_bytes = len(state.log), state.cost_ns, state.held_bytes.tolist()
+        mark, before = len(state.journal), decision(state)
         for _ in range(pick(1, 3)):
             segments = sorted(state.slot)
             if segments:
@@ -282,9 +283,31 @@ def check_intervals(program: Program, budget_bytes: int, pick: Pick) -> None:
         state.settle()
         check_stages(program, state)
         if pick(0, 1):
-            state.undo_to(mark)
-            assert (state.cost_ns, state.held_bytes.tolist()) == (cost_ns, held_bytes)
+            state.journal.roll_back(mark)
+            assert decision(state) == before
             check_stages(program, state)
+
+
+def decision(state: Intervals) -> tuple[object, ...]:
+    """All that a move changes and that taking it back restores."""
+    segments = {
+        key: (int(state.segment_start[slot]), bool(state.segment_kept[slot]))
+        for key, slot in state.slot.items()
+    }
+    return copy.deepcopy(
+        (
+            state.cost_ns,
+            state.held_bytes.tolist(),
+            state.still_bytes,
+            state.touches,
+            state.counts,
+            state.again,
+            state.runs,
+            state.needs,
+            state.anchors,
+            segments,
+        )
+    )
 
 
 def check_stages(program: Program, state: Intervals) -> None:

@@ -85,7 +85,7 @@ def chain() -> tuple[Program, ProgramIndex]:
 
 
 def tracked(kind: Neighborhood, events: str, dead: str = "") -> dict[str, float]:
-    """Neighborhood costs after events: "-b" b is evicted, "+b" computed again, "!b" lost."""
+    """Neighborhood costs after events: "-b" b is evicted, "+b" computed again, "!b" banished."""
     program, index = chain()
     n = len(program.storages)
     ids = {s.name: s.id for s in program.storages}
@@ -105,7 +105,7 @@ def tracked(kind: Neighborhood, events: str, dead: str = "") -> dict[str, float]
                 absent[s] = False
                 tracker.on_resident(s)
             case "!":
-                tracker.on_lost(s)
+                tracker.on_banished(s)
                 absent[s] = False
     tracker.refresh(np.arange(n), np.ones(n, dtype=np.bool_))
     return {

@@ -156,3 +156,12 @@ def test_the_synthetic_chain_is_the_papers() -> None:
     program = training_chain(3)
     assert [o.name for o in program.operators] == ["f1", "f2", "f3", "g3", "g2", "g1"]
     assert program.cost_ns == 6
+
+
+def test_the_last_reader_of_each_storage() -> None:
+    b = ProgramBuilder()
+    (x,) = b.operator("a", [], [4])
+    (y,) = b.operator("b", [x], [4])
+    (z,) = b.operator("c", [b.view("view of y", y), x], [4])
+    # x is read by b and c (3), y by its view's maker (2) and through the view by c, z by nobody.
+    assert b.build([z]).last_reader == (3, 3, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 
 from bench.lower_bound import lower_bound_overhead
 from bench.synthetic import ProgramBuilder, training_chain, transformer
+from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.planning.planners import keep_all, make_planner
 from dtrcompile.passes.planning.planners.cover import least_cost_ns, least_cover
-from dtrcompile.passes.planning.planners.improve import schedule_of
+from dtrcompile.passes.planning.planners.improve import judged_plan, schedule_of
 from dtrcompile.passes.planning.planners.intervals import Intervals
 from dtrcompile.passes.planning.planners.search import Search, _range_max
 from dtrcompile.passes.program.index import ProgramIndex
@@ -43,12 +45,12 @@ def test_an_eviction_pulls_forward_what_is_made_again_later_anyway() -> None:
     assert state.held_bytes.tolist() == [4, 8, 12, 13, 6, 1]
     # b then needs a in stage c.  So a is made there, once, and held from there to d: b's eviction
     # costs what b does, 1, and not what both do.
-    mark = len(state.log)
+    mark = len(state.journal)
     state.evict(1, 3)  # b, read by c
     state.settle()
     assert state.cost_ns == program.cost_ns + 9 + 1
     assert state.runs == {3: [0, 1]}
-    state.undo_to(mark)
+    state.journal.roll_back(mark)
     assert state.cost_ns == program.cost_ns + 9
     state.keep(0, 4)
     assert (state.cost_ns, state.runs) == (program.cost_ns, {})
@@ -155,3 +157,15 @@ def test_an_optimal_plan_is_known_to_be_one() -> None:
         assert program.cost_ns < least_cost_ns(index, memory) <= cost_ns
         # In four, layers run a third time, which the fullest stage alone does not tell.
         assert (least_cost_ns(index, memory) == cost_ns) is bound_is_met
+
+
+def test_a_schedule_that_the_referee_counts_otherwise_is_no_plan() -> None:
+    program = training_chain(8)
+    baseline = keep_all(program)
+    schedule = schedule_of(ProgramIndex.of(program), baseline.steps)
+    assert judged_plan(program, schedule, 8, "keep-all").steps == schedule.steps()
+    with pytest.raises(PlanError, match="counted 8 bytes and 16 ns, the referee 8 and 16"):
+        judged_plan(program, schedule, 7, "keep-all")
+    cheaper = replace(schedule, cost_ns=15)
+    with pytest.raises(PlanError, match="counted 8 bytes and 15 ns, the referee 8 and 16"):
+        judged_plan(program, cheaper, 8, "keep-all")

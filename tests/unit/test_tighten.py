@@ -6,10 +6,11 @@ import random
 
 import pytest
 
+from bench.synthetic import ProgramBuilder
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.planning.planners.base import keep_all
-from dtrcompile.passes.program.plan import Compute, Free, Plan
+from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
 from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.passes.program.tighten import tighten
@@ -95,3 +96,18 @@ def test_random_programs_never_need_more(planner: str) -> None:
         assert after.peak_bytes <= before.peak_bytes, f"seed {seed}"
         assert after.cost_ns <= before.cost_ns, f"seed {seed}"
         assert tighten(program, tight) == tight, f"seed {seed}"
+
+
+def test_a_view_that_backward_makes_of_an_output_keeps_no_copy_before_it() -> None:
+    b = ProgramBuilder()
+    (x,) = b.operator("x", [], [4])
+    (y,) = b.operator("y", [x], [2])
+    (z,) = b.operator("z", [y], [3])
+    b.begin_backward()
+    view = b.view("view of x", x)
+    program = b.build([x, z, view])
+    # x is evicted while z is made, and made again for the boundary: both copies end where they did.
+    copies = [Compute(0), Compute(1), Free(0), Compute(2), Free(1), Compute(0)]
+    plan = Plan((*copies, Boundary(), Compute(3)), program.fingerprint, "test")
+    replay(program, plan)
+    assert tighten(program, plan).steps == plan.steps

@@ -13,6 +13,10 @@ from typing import Any
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
 from dtrcompile.passes.planning.heuristics import HEURISTICS
 from dtrcompile.passes.planning.planners.base import Planner, keep_all, lower_bound_bytes
+from dtrcompile.passes.planning.settings import (
+    MAX_BISECTION_RUNS,
+    MINIMUM_TOLERANCE_DIVISOR,
+)
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
@@ -45,8 +49,6 @@ def _planners() -> dict[str, type[Planner]]:
 
 
 PLANNERS: dict[str, type[Planner]] = _planners()
-
-_MOST_RUNS = 22
 
 
 def make_planner(name: str, **options: Any) -> Planner:
@@ -81,9 +83,9 @@ def _minimum(program: Program, planner: Planner) -> tuple[int, Plan]:
     high = found_at = replay(program, baseline)[0].peak_bytes
     low = lower_bound_bytes(program) - 1  # infeasible
     quick_plan: Plan | None = None
-    for run in range(_MOST_RUNS):
+    for run in range(MAX_BISECTION_RUNS):
         # Within a thousandth is near enough; the lower bound itself is worth the first try.
-        if high - low <= max(1, high // 1024):
+        if high - low <= max(1, high // MINIMUM_TOLERANCE_DIVISOR):
             break
         budget_bytes = low + 1 if run == 0 else (low + high) // 2
         try:

@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, PlanError
+from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
 from dtrcompile.passes.planning.heuristics import (
     HDTR,
     HEURISTICS,
@@ -35,14 +35,34 @@ from dtrcompile.passes.planning.heuristics import (
 from dtrcompile.passes.planning.planners.base import Planner, keep_all, lower_bound_bytes
 from dtrcompile.passes.planning.planners.chains import binomial_seed
 from dtrcompile.passes.planning.planners.cover import least_cost_ns
-from dtrcompile.passes.planning.planners.improve import Schedule, keep_what_fits, schedule_of
+from dtrcompile.passes.planning.planners.improve import (
+    Schedule,
+    judged_plan,
+    keep_what_fits,
+    schedule_of,
+)
 from dtrcompile.passes.planning.planners.intervals import Intervals
 from dtrcompile.passes.planning.planners.search import Search
+from dtrcompile.passes.planning.settings import (
+    CANDIDATE_WORK_SHARE,
+    DEFAULT_S_PER_OPERATOR,
+    DEFAULT_S_PER_THOUSAND_OPERATORS,
+    LOOSER_BUDGET_PERCENT,
+    MAX_DEFAULT_S,
+    MAX_PROVABLE_OPERATORS,
+    MAX_SEEDS,
+    MIN_CANDIDATES,
+    MINIMUM_WORK_DIVISOR,
+    SIMULATOR_WALK_LIMIT,
+    TIGHTENING_STEPS,
+    TRIAL_WORK_SHARE,
+    WORK_PER_S,
+    WORK_PER_SIMULATED_STEP,
+)
 from dtrcompile.passes.planning.simulator import Simulator, SimulatorOptions
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
-from dtrcompile.passes.program.replay import replay
 
 # In the order in which they are run; how many depends on the work.  The paper's own two best come
 # early, so that no program is planned worse than they would plan it.
@@ -65,30 +85,6 @@ _CANDIDATES: tuple[Heuristic, ...] = (
     HMSPSNext(1.0, 1.0),
     HLRU(),
 )
-
-# What a second is worth in units of `search.Search.work`, on one core of a server of 2020.
-_UNITS_PER_S = 600_000
-# A step of the simulator costs about as much as a dozen of those.
-_UNITS_PER_STEP = 12
-# Without an option: seconds for each operator of a small program, up to where a thousand operators
-# take less than a second; from there in proportion again, and at most.
-_SMALL_S_PER_OPERATOR = 2e-3
-_THOUSAND_S = 0.75
-_DEFAULT_S = 5.0
-# Shares of the work for the candidates, and for choosing among the seeds by a short search.
-_CANDIDATE_SHARE = 0.3
-_TRIAL_SHARE = 0.1
-_SEEDS = 3
-_WALK_LIMIT = 64
-# Where no candidate fits: so much more is tried, and lowered in so many steps.
-_LOOSER_PERCENT = (115, 160)
-_SQUEEZES = 8
-# The plan of a larger program is hardly ever proven to be optimal, however near it is.
-_PROVABLE = 2_000
-# For searching the smallest budget, that part of the work must do.
-_QUICK = 4
-# Where no candidate fits, at least so many are tried.
-_FEW = 4
 
 
 @dataclass(frozen=True)
@@ -125,22 +121,14 @@ class AutoPlanner(Planner):
         if budget_bytes < lower_bound_bytes(program):
             raise InfeasibleBudgetError(budget_bytes)
         best = self._best_schedule(index, budget_bytes)
-        plan = Plan(best.steps(), program.fingerprint, self.name)
-        # The account above is fast; the referee's is the one that counts.
-        timeline, stats = replay(program, plan)
-        if timeline.peak_bytes > budget_bytes or stats.cost_ns != best.cost_ns:
-            raise PlanError(
-                f"auto counted {best.peak_bytes} bytes and {best.cost_ns} ns, the referee"
-                f" {timeline.peak_bytes} and {stats.cost_ns}; please report the program"
-            )
-        return plan
+        return judged_plan(program, best, budget_bytes, self.name)
 
     def _work(self, index: ProgramIndex) -> int:
         """Units of work for one plan."""
         seconds = self.planning_s
         if seconds is None:
             seconds = default_planning_s(index.n_operators)
-        return int(seconds * _UNITS_PER_S)
+        return int(seconds * WORK_PER_S)
 
     def _best_schedule(self, index: ProgramIndex, budget_bytes: int) -> Schedule:
         """The cheapest schedule found.
@@ -152,15 +140,15 @@ class AutoPlanner(Planner):
         if self.first_fit:
             return self._first_schedule(index, budget_bytes, work)
         least_ns = 0
-        if index.n_operators <= _PROVABLE:
+        if index.n_operators <= MAX_PROVABLE_OPERATORS:
             least_ns = least_cost_ns(index, budget_bytes)
-        seeds = self._seeds(index, budget_bytes, int(_CANDIDATE_SHARE * work), least_ns)
+        seeds = self._seeds(index, budget_bytes, int(CANDIDATE_WORK_SHARE * work), least_ns)
         if seeds and seeds[0].cost_ns <= least_ns:
             return seeds[0]
         chain = binomial_seed(index, budget_bytes)
         if chain is not None:
-            seeds = sorted([chain, *seeds], key=_rank)
-        searches = [Search(_loaded(index, budget_bytes, seed)) for seed in seeds[:_SEEDS]]
+            seeds = sorted([chain, *seeds], key=lambda schedule: schedule.rank)
+        searches = [Search(_loaded(index, budget_bytes, seed)) for seed in seeds[:MAX_SEEDS]]
         searches = [s for s in searches if s.repair(work_limit=s.work + work)]
         if not seeds:
             searches = self._squeezed(index, budget_bytes, work)
@@ -173,7 +161,7 @@ class AutoPlanner(Planner):
         ]
         if not fitting:
             raise InfeasibleBudgetError(budget_bytes)
-        return min(fitting, key=_rank)
+        return min(fitting, key=lambda schedule: schedule.rank)
 
     def _first_schedule(self, index: ProgramIndex, budget_bytes: int, work: int) -> Schedule:
         """The first schedule found that fits.
@@ -184,46 +172,46 @@ class AutoPlanner(Planner):
         chain = binomial_seed(index, budget_bytes)
         if chain is not None:
             return chain
-        seeds = self._seeds(index, budget_bytes, int(_CANDIDATE_SHARE * work), 0)
+        seeds = self._seeds(index, budget_bytes, int(CANDIDATE_WORK_SHARE * work), 0)
         if seeds:
             return seeds[0]
-        searches = self._squeezed(index, budget_bytes, work // _QUICK)
+        searches = self._squeezed(index, budget_bytes, work // MINIMUM_WORK_DIVISOR)
         if searches:
             return searches[0].state.schedule()
         raise InfeasibleBudgetError(budget_bytes)
 
     def _squeezed(self, index: ProgramIndex, budget_bytes: int, work: int) -> list[Search]:
         """Where no heuristic gets through: a plan for more bytes, repaired down to the budget."""
-        for percent in _LOOSER_PERCENT:
+        for percent in LOOSER_BUDGET_PERCENT:
             loose_bytes = budget_bytes * percent // 100
             seeds = replace(self, first_fit=True)._seeds(index, loose_bytes, work, 0)
             if not seeds:
                 continue
             search = Search(_loaded(index, loose_bytes, seeds[0]))
             limit = search.work + work
-            for k in range(_SQUEEZES - 1, -1, -1):
+            for k in range(TIGHTENING_STEPS - 1, -1, -1):
                 search.state.budget_bytes = (
-                    budget_bytes + (loose_bytes - budget_bytes) * k // _SQUEEZES
+                    budget_bytes + (loose_bytes - budget_bytes) * k // TIGHTENING_STEPS
                 )
                 if not search.repair(power=1.0, work_limit=limit) and not search.repair(
                     power=0.0, work_limit=limit
                 ):
                     break
             else:
-                search.state.log.clear()
+                search.state.journal.clear()
                 return [search]
         return []
 
     def _searched(self, searches: list[Search], work: int, least_ns: int) -> Schedule:
         """What the search makes of the seed that it gets furthest from."""
-        work = int((1.0 - _CANDIDATE_SHARE) * work)
+        work = int((1.0 - CANDIDATE_WORK_SHARE) * work)
         if len(searches) > 1:
-            trial = int(_TRIAL_SHARE * work)
+            trial = int(TRIAL_WORK_SHARE * work)
             for search in searches:
-                search.run(trial, 0.0, _TRIAL_SHARE, least_ns)
+                search.run(trial, 0.0, TRIAL_WORK_SHARE, least_ns)
                 work -= trial
         best = min(searches, key=lambda search: search.state.cost_ns)
-        best.run(work, _TRIAL_SHARE, least_ns=least_ns)
+        best.run(work, TRIAL_WORK_SHARE, least_ns=least_ns)
         return best.state.schedule()
 
     def _seeds(
@@ -237,7 +225,7 @@ class AutoPlanner(Planner):
                 break
             if seeds and seeds[0].cost_ns <= least_ns:
                 break
-            if tried >= _FEW and options.hold_sources and work <= -most_work:
+            if tried >= MIN_CANDIDATES and options.hold_sources and work <= -most_work:
                 continue
             if not options.hold_sources and not any(index.makes_once):
                 continue  # the same run as with it
@@ -247,12 +235,12 @@ class AutoPlanner(Planner):
             except InfeasibleBudgetError:
                 continue
             finally:
-                work -= _UNITS_PER_STEP * len(simulator.steps)
+                work -= WORK_PER_SIMULATED_STEP * len(simulator.steps)
             seed = schedule_of(index, steps)
             if not self.first_fit:
                 seed = keep_what_fits(index, seed, budget_bytes)
             if all(seed.operators != other.operators for other in seeds):
-                seeds = sorted([*seeds, seed], key=_rank)[:_SEEDS]
+                seeds = sorted([*seeds, seed], key=lambda schedule: schedule.rank)[:MAX_SEEDS]
         return seeds
 
     def candidates(self) -> tuple[SimulatorOptions, ...]:
@@ -261,8 +249,8 @@ class AutoPlanner(Planner):
         if self.heuristic is not None:
             heuristics = (HEURISTICS[self.heuristic](),)
         elif self.first_fit:
-            heuristics = heuristics[:_FEW]
-        usual = SimulatorOptions(cost_limit=self.cost_limit, walk_limit=_WALK_LIMIT)
+            heuristics = heuristics[:MIN_CANDIDATES]
+        usual = SimulatorOptions(cost_limit=self.cost_limit, walk_limit=SIMULATOR_WALK_LIMIT)
         return (
             *(replace(usual, heuristic=h) for h in heuristics),
             *(replace(usual, heuristic=h, hold_sources=False) for h in heuristics[:2]),
@@ -274,12 +262,8 @@ class AutoPlanner(Planner):
 
 def default_planning_s(n_operators: int) -> float:
     """Seconds for one plan where none are given: under one up to a thousand operators."""
-    of_small = min(_SMALL_S_PER_OPERATOR * n_operators, _THOUSAND_S)
-    return min(max(of_small, _THOUSAND_S * n_operators / 1000), _DEFAULT_S)
-
-
-def _rank(schedule: Schedule) -> tuple[int, int]:
-    return schedule.cost_ns, schedule.peak_bytes
+    of_small = min(DEFAULT_S_PER_OPERATOR * n_operators, DEFAULT_S_PER_THOUSAND_OPERATORS)
+    return min(max(of_small, DEFAULT_S_PER_THOUSAND_OPERATORS * n_operators / 1000), MAX_DEFAULT_S)
 
 
 def _loaded(index: ProgramIndex, budget_bytes: int, seed: Schedule) -> Intervals:

@@ -145,7 +145,6 @@ class _Search:
             s.size_bytes for s in program.storages if s.kind is StorageKind.TANGENT
         )
         self.computed = [s.id for s in program.storages if not s.is_constant]
-        self.last_reader = [max(r, default=-1) for r in program.readers]
 
     @cached_property
     def roots(self) -> list[list[int]]:
@@ -261,7 +260,7 @@ class _Search:
 
     def may_free(self, state: _State, s: int) -> bool:
         storage = self.program.storages[s]
-        last = self.last_reader[s]
+        last = self.program.last_reader[s]
         return (
             storage.size_bytes > 0
             and not (state.in_backward and s in self.program.held_from_boundary)

@@ -12,9 +12,10 @@ from itertools import accumulate
 from dtrcompile.passes.planning.planners.improve import Schedule
 from dtrcompile.passes.planning.planners.linearize import Linearization
 from dtrcompile.passes.planning.planners.treeverse import Stages, binomial_schedule, forward_steps
+from dtrcompile.passes.planning.settings import (
+    MAX_CHAIN_RUNS,
+)
 from dtrcompile.passes.program.index import ProgramIndex
-
-_MOST_RUNS = 300_000
 
 
 def binomial_seed(index: ProgramIndex, budget_bytes: int) -> Schedule | None:
@@ -34,8 +35,8 @@ def binomial_seed(index: ProgramIndex, budget_bytes: int) -> Schedule | None:
     best: Schedule | None = None
     while low < high - 1:
         schedule = None
-        if forward_steps(len(stages.positions), snapshots) <= _MOST_RUNS:
-            schedule = binomial_schedule(stages, snapshots, _MOST_RUNS)
+        if forward_steps(len(stages.positions), snapshots) <= MAX_CHAIN_RUNS:
+            schedule = binomial_schedule(stages, snapshots, MAX_CHAIN_RUNS)
             if schedule is None:
                 return best
         if schedule is None or schedule.peak_bytes <= budget_bytes:

@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, PlanError, TimeLimitError
+from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, TimeLimitError
 from dtrcompile.passes.planning.planners.auto import AutoPlanner
 from dtrcompile.passes.planning.planners.base import Planner, keep_all, lower_bound_bytes
 from dtrcompile.passes.planning.planners.checkmate_model import (
@@ -34,17 +34,17 @@ from dtrcompile.passes.planning.planners.checkmate_model import (
     steps_of,
 )
 from dtrcompile.passes.planning.planners.highs import Solved, Status, solve_linear
-from dtrcompile.passes.planning.planners.improve import Schedule, schedule_of
+from dtrcompile.passes.planning.planners.improve import Schedule, judged_plan, schedule_of
+from dtrcompile.passes.planning.settings import (
+    MAX_TOLERANCE_RETRIES,
+    TOLERANCE_SHARE,
+)
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
 
 log = logging.getLogger("dtrcompile")
-
-# A solution may pass the budget by the solver's tolerance; then the budget is lowered a little.
-_TRIES = 3
-_LESS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class CheckmatePlanner(Planner):
             nothing_better = Solved(Status.INFEASIBLE, None, solved.bound, 0)
             return self.outcome(program, budget_bytes, nothing_better, bound_ns, None, known)
         target_bytes = budget_bytes
-        for _ in range(_TRIES):
+        for _ in range(MAX_TOLERANCE_RETRIES):
             elapsed_s = time.perf_counter() - start_s
             solved = solve_linear(
                 model.linear,
@@ -169,7 +169,7 @@ class CheckmatePlanner(Planner):
             found = None if solved.x is None else schedule(stages, model.choice(solved.x))
             if found is None or found.peak_bytes <= budget_bytes:
                 break
-            target_bytes -= math.ceil(_LESS * budget_bytes)
+            target_bytes -= math.ceil(TOLERANCE_SHARE * budget_bytes)
             model = build(stages, target_bytes, memory, known.cost_ns if known else None)
         bound_ns = max(bound_ns, model.bound_ns(solved.bound))
         return self.outcome(program, budget_bytes, solved, bound_ns, found, known)
@@ -190,13 +190,7 @@ class CheckmatePlanner(Planner):
         if best is None:
             status = solved.status if solved.x is None else Status.TIME_LIMIT
             return Solution(status, None, None, bound_ns, 0.0, solved.nodes)
-        plan = Plan(best.steps(), program.fingerprint, self.name)
-        timeline, stats = replay(program, plan)
-        if timeline.peak_bytes > budget_bytes or stats.cost_ns != best.cost_ns:
-            raise PlanError(
-                f"checkmate counted {best.peak_bytes} bytes and {best.cost_ns} ns, the referee"
-                f" {timeline.peak_bytes} and {stats.cost_ns}; please report the program"
-            )
+        plan = judged_plan(program, best, budget_bytes, self.name)
         # Nothing that costs at most as much as what was known: that is the optimum.
         proven = solved.status in (Status.OPTIMAL, Status.INFEASIBLE)
         return Solution(

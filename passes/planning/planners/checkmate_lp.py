@@ -37,12 +37,13 @@ from dtrcompile.passes.planning.planners.checkmate_model import (
 )
 from dtrcompile.passes.planning.planners.highs import Status, solve_linear
 from dtrcompile.passes.planning.planners.improve import Schedule, keep_what_fits
+from dtrcompile.passes.planning.settings import (
+    SOLVER_ZERO_SHARE,
+)
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
 
-# A share at or below this is the solver's zero.
-_ZERO = 1e-6
 _ROUNDINGS = ("both", "deterministic", "randomized")
 
 
@@ -169,12 +170,12 @@ class CheckmateLPPlanner(Planner):
         shares = np.where(model.kept < 0, 0.0, x[model.kept])
         if self.rounding != "randomized":
             for threshold in self.thresholds:
-                yield shares >= max(threshold, _ZERO)
+                yield shares >= max(threshold, SOLVER_ZERO_SHARE)
         if self.rounding != "deterministic":
             random = np.random.default_rng(self.seed)
             for _ in range(self.samples):
                 # One draw a tensor, for all stages.
-                drawn = np.maximum(random.random(shares.shape[1]), _ZERO)
+                drawn = np.maximum(random.random(shares.shape[1]), SOLVER_ZERO_SHARE)
                 yield shares >= drawn
 
 

@@ -48,6 +48,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtrcompile.passes.errors import OptionError
+from dtrcompile.passes.planning.settings import (
+    MAX_NODES,
+    MAX_NODES_IN_FULL,
+    MAX_SIZE_UNITS,
+)
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.plan import (
     Boundary,
@@ -63,16 +68,6 @@ NONE = -1
 """No variable: the entry is 0."""
 
 Bits = NDArray[np.bool_]
-
-# Sizes are whole multiples of a unit, so that a solver's tolerance (1e-6) cannot pass for a byte.
-_MOST_UNITS = 1 << 20
-
-# Up to here each row of `Memory.LIVE` names all that is held: a knapsack, which solvers know to
-# cut.  Such rows take n³ entries and running sums n², so above it the sums are used.
-_MOST_NODES_IN_FULL = 128
-
-# Variables grow with the square: a million and a half here.
-_MOST_NODES = 700
 
 
 class Memory(enum.Enum):
@@ -299,9 +294,9 @@ def build(
     Raises:
         OptionError: the program is too large for it.
     """
-    if len(stages) > _MOST_NODES:
+    if len(stages) > MAX_NODES:
         raise OptionError(
-            f"Checkmate's program is for up to {_MOST_NODES} operators, this one has"
+            f"Checkmate's program is for up to {MAX_NODES} operators, this one has"
             f" {len(stages)}; use the planner 'auto'"
         )
     return _Builder(stages, budget_bytes, memory, most_cost_ns).build()
@@ -327,7 +322,7 @@ class _Builder:
         """All sizes are multiples of it, or are rounded up to one."""
         sizes = [*self.index.size_bytes, *self.index.workspace_bytes]
         unit = math.gcd(*sizes) or 1
-        return max(unit, self.budget_bytes // _MOST_UNITS, 1)
+        return max(unit, self.budget_bytes // MAX_SIZE_UNITS, 1)
 
     def cost_unit(self) -> tuple[float, bool]:
         """The greatest common divisor where that makes small whole numbers, else a thousandth."""
@@ -448,7 +443,7 @@ class _Builder:
             if k < t and (run == NONE or not (workspace or allocates)):
                 continue
             room = self.room(t, k)
-            if self.n <= _MOST_NODES_IN_FULL:
+            if self.n <= MAX_NODES_IN_FULL:
                 linear.constrain([*held.items(), (run, workspace)], high=room)
                 continue
             total = linear.variable(0.0, room, integer=False)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import numpy as np
 
 from dtrcompile.passes.planning.planners.intervals import Intervals
+from dtrcompile.passes.planning.settings import (
+    MAX_COVERS,
+)
 from dtrcompile.passes.program.index import ProgramIndex
-
-# So many covers that none of the others beats in both cost and bytes; beyond, items are split.
-_MOST_COVERS = 256
 
 
 def least_cost_ns(index: ProgramIndex, budget_bytes: int) -> int:
@@ -45,7 +45,7 @@ def least_cover(items: list[tuple[int, int]], need: int) -> int:
         covers = _undominated(
             covers + [(c + cost, min(s + size, need)) for c, s in covers if s < need]
         )
-        if len(covers) > _MOST_COVERS:
+        if len(covers) > MAX_COVERS:
             return _least_split_cover(items, need)
     return covers[-1][0]
 

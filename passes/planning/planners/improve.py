@@ -21,15 +21,19 @@ import numpy as np
 
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.program.index import ProgramIndex
+from dtrcompile.passes.program.liveness import Liveness
 from dtrcompile.passes.program.plan import (
     Boundary,
     Compute,
     Free,
     Offload,
+    Plan,
     Prefetch,
     Step,
     unknown_step,
 )
+from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 
 BOUNDARY = -1
 """Stands for the boundary in a schedule."""
@@ -78,6 +82,11 @@ class Schedule:
         """The most bytes held."""
         return max(self.during_bytes, default=self.start_bytes)
 
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The least is the best: the cheaper, then the one that holds less."""
+        return self.cost_ns, self.peak_bytes
+
     def steps(self) -> tuple[Step, ...]:
         """The plan's steps."""
         steps: list[Step] = []
@@ -85,6 +94,24 @@ class Schedule:
             steps.append(Boundary() if o == BOUNDARY else Compute(o))
             steps.extend(Free(s) for s in frees)
         return tuple(steps)
+
+
+def judged_plan(program: Program, schedule: Schedule, budget_bytes: int, name: str) -> Plan:
+    """The schedule as a plan of planner ``name`` that the referee has accepted.
+
+    The account of a schedule is fast; the referee's is the one that counts.
+
+    Raises:
+        PlanError: if the two differ, or the plan is over the budget; a bug.
+    """
+    plan = Plan(schedule.steps(), program.fingerprint, name)
+    timeline, stats = replay(program, plan)
+    if timeline.peak_bytes > budget_bytes or stats.cost_ns != schedule.cost_ns:
+        raise PlanError(
+            f"{name} counted {schedule.peak_bytes} bytes and {schedule.cost_ns} ns, the referee"
+            f" {timeline.peak_bytes} and {stats.cost_ns}; please report the program"
+        )
+    return plan
 
 
 def schedule_of(index: ProgramIndex, steps: Sequence[Step]) -> Schedule:
@@ -135,54 +162,35 @@ def tidy(index: ProgramIndex, operators: Sequence[int], frees: Sequence[Sequence
             for t in index.tensors_of[s]:
                 defined[t] = False
 
-    # Backwards: what is read later?  A storage is resident while any of its tensors is live.
-    live = [False] * len(index.producer)
-    n_live = [0] * index.n_storages
+    # Backwards: what is read later?
+    live = Liveness(storage_of, index.n_storages)
+    n_live = live.n_live
     live_bytes = index.program.constant_bytes
     if index.program.boundary is not None:
         live_bytes += index.tangent_bytes
-
-    def read(tensors: Sequence[int]) -> int:
-        added = 0
-        for t in tensors:
-            if not live[t]:
-                live[t] = True
-                s = storage_of[t]
-                if not n_live[s]:
-                    added += size_bytes[s]
-                n_live[s] += 1
-        return added
-
-    live_bytes += read(index.end_outputs)
+    live_bytes += sum(size_bytes[s] for s in live.read(index.end_outputs))
     kept: list[int] = []
     kept_frees: list[list[int]] = []
     during: list[int] = []
     for at in range(len(operators) - 1, -1, -1):
         o = operators[at]
         if o == BOUNDARY:
-            live_bytes += read(index.boundary_outputs)
+            live_bytes += sum(size_bytes[s] for s in live.read(index.boundary_outputs))
             kept.append(at)
             kept_frees.append([])
             during.append(live_bytes)
             live_bytes -= index.tangent_bytes
             continue
         new = defines[at]
-        if again[at] and not any(live[t] for t in new):
+        if again[at] and not live.any_live(new):
             continue
-        dying = [s for s in index.input_storages[o] if not n_live[s]]
+        dying = live.dead((*index.input_storages[o], *roots[o]))
         wanted = [s for s in roots[o] if n_live[s]]
-        dying += [s for s in roots[o] if not n_live[s]]
         at_bytes = live_bytes + index.workspace_bytes[o] + sum(size_bytes[s] for s in dying)
-        for t in new:
-            if live[t]:
-                live[t] = False
-                s = storage_of[t]
-                n_live[s] -= 1
-                if not n_live[s]:
-                    live_bytes -= size_bytes[s]
+        live_bytes -= sum(size_bytes[s] for s in live.define(new))
         # Still live: in memory from before, so this run's copy is held beside it.
         at_bytes += sum(size_bytes[s] for s in wanted if n_live[s])
-        live_bytes += read(inputs[o])
+        live_bytes += sum(size_bytes[s] for s in live.read(inputs[o]))
         kept.append(at)
         kept_frees.append(dying)
         during.append(at_bytes)

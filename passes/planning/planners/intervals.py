@@ -10,7 +10,8 @@ cost follow from them.
 
 `Intervals` changes them one at a time and keeps the consequences up to date, in time that depends
 on what changes and not on the program: what is evicted touches what it is computed from, what is
-kept again lets go of it.  Every change goes into a log, so that a series of moves can be undone.
+kept again lets go of it.  Every change is noted in a journal, so that a series of moves can be
+taken back.
 
 Only a storage's first tensor (its *root*) has bytes and a flag of its own.  A view is made again
 where its storage was, if it is touched there.
@@ -19,9 +20,8 @@ where its storage was, if it is touched there.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -29,13 +29,17 @@ import numpy as np
 import numpy.typing as npt
 
 from dtrcompile.passes.planning.planners.improve import BOUNDARY, Schedule, tidy
+from dtrcompile.passes.planning.planners.journal import Journal
+from dtrcompile.passes.planning.settings import (
+    MAX_SEARCHED_STAGE_RUNS,
+    WORK_PER_NEW_TOUCH,
+)
 from dtrcompile.passes.program.index import ProgramIndex
 
 IntArray = npt.NDArray[np.int64]
 
-_LONG_STAGE = 64
-# A touch that changes what is kept is so much more work than one more of the same.
-_CHANGE = 7
+# No stage: a first touch has none before it.
+_NO_TOUCH = -1
 
 
 class Intervals:
@@ -44,6 +48,7 @@ class Intervals:
     Attributes:
         cost_ns: of all operators that run.
         held_bytes: for each stage, the most that is held in it.
+        journal: of all changes, to take moves back; what they cost in `work` stays.
         work: what the moves so far cost, in units of very roughly 2 µs.
         segment_item, segment_start, segment_stop, segment_kept: one slot for each pair of
             neighbouring touches of a root that may be evicted between them; start is -1 where the
@@ -104,7 +109,8 @@ class Intervals:
         self.anchors: dict[tuple[int, int], list[int]] = {}
         self.cost_ns = program.cost_ns
         self.work = 0
-        self.log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.journal = Journal()
+        self._note = self.journal.note
         self.dirty: set[int] = set()
         self.queue: deque[tuple[int, int, bool]] = deque()
 
@@ -120,21 +126,17 @@ class Intervals:
         for o in range(index.n_operators):
             t = self.stage_of[o]
             for u in (*index.outputs[o], *index.inputs[o]):
-                self._add_count(u, t)
-                if not self.is_root[u]:
-                    self._add_count(self.root_of[u], t)
+                self._count_with_root(u, t)
         for stage, tensors in (
             (self.boundary_stage, index.boundary_outputs),
             (self.end, index.end_outputs),
         ):
             for u in tensors:
-                self._add_count(u, stage)
-                if not self.is_root[u]:
-                    self._add_count(self.root_of[u], stage)
+                self._count_with_root(u, stage)
         self.plain_bytes = [self._still(t) for t in range(self.n_stages)]
         self.still_bytes = [self._of_stage(t) for t in range(self.n_stages)]
         self._count_bytes()
-        self.log.clear()
+        self.journal.clear()
 
     def _count_bytes(self) -> None:
         """`held_bytes` from scratch."""
@@ -163,95 +165,80 @@ class Intervals:
             return sum(size[s] for s in self._needed(t)) + self._arriving(t)
         return sum(size[s] for s in self.touched[o]) + index.workspace_bytes[o]
 
-    # Primitive changes, each with its inverse in the log
+    # Changes.  Each notes itself, with other arguments, as what takes it back.
 
-    def undo_to(self, mark: int) -> None:
-        """Take back everything since the log was ``mark`` entries long."""
-        log = self.log
-        while len(log) > mark:
-            undo, args = log.pop()
-            undo(*args)
-        del log[mark:]
-
-    def _set_cost(self, cost_ns: int) -> None:
-        self.cost_ns = cost_ns
+    def _add_cost(self, cost_ns: int) -> None:
+        self._note((self._add_cost, (-cost_ns,)))
+        self.cost_ns += cost_ns
 
     def _hold(self, start: int, stop: int, size_bytes: int) -> None:
         """``size_bytes`` more in the stages strictly between."""
         if size_bytes and stop - start > 1:
-            self._hold_raw(start, stop, size_bytes)
-            self.log.append((self._hold_raw, (start, stop, -size_bytes)))
+            self._note((self._hold, (start, stop, -size_bytes)))
+            self.held_bytes[start + 1 : stop] += size_bytes
 
-    def _hold_raw(self, start: int, stop: int, size_bytes: int) -> None:
-        self.held_bytes[start + 1 : stop] += size_bytes
-
-    def _set_held(self, t: int, local_bytes: int) -> None:
+    def _set_still(self, t: int, still_bytes: int) -> None:
         """``t`` holds that beside what passes through."""
-        self.held_bytes[t] += local_bytes - self.still_bytes[t]
-        self.still_bytes[t] = local_bytes
+        before_bytes = self.still_bytes[t]
+        self._note((self._set_still, (t, before_bytes)))
+        self.held_bytes[t] += still_bytes - before_bytes
+        self.still_bytes[t] = still_bytes
 
-    def _add_count(self, u: int, t: int) -> None:
-        counts = self.counts[u]
-        if t in counts:
-            counts[t] += 1
+    def _flip(self, u: int, t: int) -> None:
+        """Made again at ``t``, or no longer."""
+        self._note((self._flip, (u, t)))
+        again = self.again[u]
+        if t in again:
+            again.remove(t)
         else:
-            counts[t] = 1
-            self._insert(u, t)
-        self.log.append((self._drop_count_raw, (u, t)))
-
-    def _drop_count(self, u: int, t: int) -> None:
-        self._drop_count_raw(u, t)
-        self.log.append((self._add_count_raw, (u, t)))
-
-    def _add_count_raw(self, u: int, t: int) -> None:
-        counts = self.counts[u]
-        if t in counts:
-            counts[t] += 1
-        else:
-            counts[t] = 1
-            self._insert(u, t)
-
-    def _drop_count_raw(self, u: int, t: int) -> None:
-        counts = self.counts[u]
-        counts[t] -= 1
-        if not counts[t]:
-            del counts[t]
-            self._remove(u, t)
-
-    def _insert(self, u: int, t: int) -> None:
-        touches = self.touches[u]
-        insort(touches, t)
+            again.add(t)
         if self.is_root[u]:
-            at = bisect_left(touches, t)
-            if at + 1 < len(touches):
-                self._put(u, t, touches[at + 1])
-            if at:
-                self._put(u, touches[at - 1], t)
+            slot = self.slot.get((u, t))
+            if slot is not None:
+                self.segment_kept[slot] = t not in again
 
-    def _remove(self, u: int, t: int) -> None:
+    def _count(self, u: int, t: int, change: int) -> None:
+        """``u`` is touched in stage ``t`` once more (1) or once less (-1) than before."""
+        self._note((self._count, (u, t, -change)))
+        counts = self.counts[u]
+        before = counts.get(t, 0)
+        if before + change:
+            counts[t] = before + change
+            if before:
+                return
+        else:
+            del counts[t]
         touches = self.touches[u]
         at = bisect_left(touches, t)
-        del touches[at]
-        if self.is_root[u]:
-            slot = self.slot.pop((u, t), None)
-            if slot is not None:
-                self.segment_start[slot] = -1
-                self.segment_kept[slot] = False
-                self.free_slots.append(slot)
-            if at < len(touches):
+        if before:
+            del touches[at]
+            if self.is_root[u]:
+                self._set_segment(u, _NO_TOUCH, t)
+                if at < len(touches):
+                    self._set_segment(u, touches[at - 1] if at else _NO_TOUCH, touches[at])
+        else:
+            touches.insert(at, t)
+            if self.is_root[u]:
+                if at + 1 < len(touches):
+                    self._set_segment(u, t, touches[at + 1])
                 if at:
-                    self._put(u, touches[at - 1], touches[at])
-                else:
-                    slot = self.slot.pop((u, touches[at]), None)
-                    if slot is not None:
-                        self.segment_start[slot] = -1
-                        self.segment_kept[slot] = False
-                        self.free_slots.append(slot)
+                    self._set_segment(u, touches[at - 1], t)
 
-    def _put(self, u: int, start: int, stop: int) -> None:
-        """The slot of the segment of ``u`` that ends at ``stop``."""
+    def _count_with_root(self, u: int, t: int) -> None:
+        """``u`` is touched in stage ``t`` once more, and so is its root."""
+        self._count(u, t, 1)
+        if not self.is_root[u]:
+            self._count(self.root_of[u], t, 1)
+
+    # Segments follow from the touches, so that nothing of them is noted.
+
+    def _set_segment(self, u: int, start: int, stop: int) -> None:
+        """The segment of ``u`` that ends at ``stop`` begins at ``start``.
+
+        It has a slot unless there is none (`_NO_TOUCH`), or eviction is ruled out.
+        """
         slot = self.slot.get((u, stop))
-        if start >= self.fixed_from[u] or stop <= self.fixed_to[u]:
+        if start == _NO_TOUCH or start >= self.fixed_from[u] or stop <= self.fixed_to[u]:
             if slot is not None:
                 del self.slot[u, stop]
                 self.segment_start[slot] = -1
@@ -295,52 +282,6 @@ class Intervals:
         self.segment_ns[slot] = added_ns
         self.known_ns[int(self.segment_item[slot]), int(self.segment_stop[slot])] = added_ns
 
-    def _flip(self, u: int, t: int) -> None:
-        """Made again at ``t``, or no longer."""
-        self._flip_raw(u, t)
-        self.log.append((self._flip_raw, (u, t)))
-
-    def _flip_raw(self, u: int, t: int) -> None:
-        again = self.again[u]
-        if t in again:
-            again.remove(t)
-        else:
-            again.add(t)
-        if self.is_root[u]:
-            slot = self.slot.get((u, t))
-            if slot is not None:
-                self.segment_kept[slot] = t not in again
-
-    def _set_runs(self, t: int, operators: list[int]) -> None:
-        self.log.append((self._set_runs_raw, (t, self.runs.get(t, []))))
-        self._set_runs_raw(t, operators)
-
-    def _set_runs_raw(self, t: int, operators: list[int]) -> None:
-        if operators:
-            self.runs[t] = operators
-        else:
-            self.runs.pop(t, None)
-
-    def _set_need(self, o: int, t: int, count: int) -> None:
-        self.log.append((self._set_need_raw, (o, t, self.needs.get((o, t), 0))))
-        self._set_need_raw(o, t, count)
-
-    def _set_need_raw(self, o: int, t: int, count: int) -> None:
-        if count:
-            self.needs[o, t] = count
-        else:
-            self.needs.pop((o, t), None)
-
-    def _set_anchors(self, o: int, t: int, items: list[int]) -> None:
-        self.log.append((self._set_anchors_raw, (o, t, self.anchors.get((o, t), []))))
-        self._set_anchors_raw(o, t, items)
-
-    def _set_anchors_raw(self, o: int, t: int, items: list[int]) -> None:
-        if items:
-            self.anchors[o, t] = items
-        else:
-            self.anchors.pop((o, t), None)
-
     # Consequences
 
     def touch(self, u: int, t: int) -> None:
@@ -351,14 +292,14 @@ class Intervals:
             self.touch(root, t)
         counts = self.counts[u]
         if t in counts:
-            self._add_count(u, t)
+            self._count(u, t, 1)
             return
-        self.work += _CHANGE
+        self.work += WORK_PER_NEW_TOUCH
         touches = self.touches[u]
         at = bisect_left(touches, t)
         before = touches[at - 1]
         after = touches[at] if at < len(touches) else -1
-        self._add_count(u, t)
+        self._count(u, t, 1)
         if root != u:
             again = self.again[u]
             if self._made_between(root, before, t):
@@ -397,9 +338,9 @@ class Intervals:
         self.work += 1
         root = self.root_of[u]
         if self.counts[u][t] > 1:
-            self._drop_count(u, t)
+            self._count(u, t, -1)
         else:
-            self.work += _CHANGE
+            self.work += WORK_PER_NEW_TOUCH
             touches = self.touches[u]
             at = bisect_left(touches, t)
             before = touches[at - 1]
@@ -410,7 +351,7 @@ class Intervals:
                 was_again = t in self.again[u]
                 if was_again:
                     self._flip(u, t)
-                self._drop_count(u, t)
+                self._count(u, t, -1)
                 if was_again:
                     self._release(u, t)
                 self._review(u, root, after)
@@ -423,7 +364,7 @@ class Intervals:
         self.dirty.add(t)
         self.dirty.add(before)
         if t not in again:
-            self._drop_count(u, t)
+            self._count(u, t, -1)
             if after >= 0 and after not in again:
                 self._hold(t - 1, t + 1, size)
             else:
@@ -431,7 +372,7 @@ class Intervals:
             return
         if after < 0 or after in again:
             self._flip(u, t)
-            self._drop_count(u, t)
+            self._count(u, t, -1)
             self._release(u, t)
             self._review_views(u, t)
             return
@@ -440,13 +381,13 @@ class Intervals:
         if self.has_room(before, t + 1, size):
             self._hold(before, t + 1, size)
             self._flip(u, t)
-            self._drop_count(u, t)
+            self._count(u, t, -1)
             self._release(u, t)
         else:
             self._hold(t, after, -size)
             self._flip(u, t)
             self._flip(u, after)
-            self._drop_count(u, t)
+            self._count(u, t, -1)
             self._need(u, after)
             self._release(u, t)
         self._review_views(u, t)
@@ -548,43 +489,42 @@ class Intervals:
         index = self.index
         o = index.producer[u]
         count = self.needs.get((o, t), 0)
-        self._set_need(o, t, count + 1)
+        self.journal.assign(self.needs, (o, t), count + 1)
         self.dirty.add(t)
         if count:
             # It stands before the readers of its other outputs, not yet of this one.
             runs = self.runs[t]
             earlier = runs[: runs.index(o)] if len(index.outputs[o]) > 1 else ()
             if any(u in index.inputs[r] for r in earlier):
-                self._set_runs(t, sorted(runs))
+                self.journal.assign(self.runs, t, sorted(runs))
             return
-        self.log.append((self._set_cost, (self.cost_ns,)))
-        self.cost_ns += index.operator_cost_ns[o]
-        self._set_runs(t, self._inserted(o, t))
+        self._add_cost(index.operator_cost_ns[o])
+        self.journal.assign(self.runs, t, self._inserted(o, t))
         self.queue.extend((p, t, True) for p in index.inputs[o])
 
     def _release(self, u: int, t: int) -> None:
         """``u`` need not be made again in stage ``t``."""
         o = self.index.producer[u]
         if u in self.anchors.get((o, t), ()):
-            self._set_anchors(o, t, [v for v in self.anchors[o, t] if v != u])
+            others = [v for v in self.anchors[o, t] if v != u]
+            self.journal.assign(self.anchors, (o, t), others)
             self.untouch(u, t)
         self._drop_need(o, t)
 
     def _drop_need(self, o: int, t: int) -> None:
         """One reason less to run ``o`` in stage ``t``."""
         count = self.needs[o, t] - 1
-        self._set_need(o, t, count)
+        self.journal.assign(self.needs, (o, t), count)
         self.dirty.add(t)
         anchors = self.anchors.get((o, t), [])
         if count and count == len(anchors):
             # It only runs for what is read later: that is for the reader to ask for.
-            self._set_anchors(o, t, [])
+            self.journal.assign(self.anchors, (o, t), None)
             for v in anchors:
                 self.untouch(v, t)
         elif not count:
-            self.log.append((self._set_cost, (self.cost_ns,)))
-            self.cost_ns -= self.index.operator_cost_ns[o]
-            self._set_runs(t, [r for r in self.runs[t] if r != o])
+            self._add_cost(-self.index.operator_cost_ns[o])
+            self.journal.assign(self.runs, t, [r for r in self.runs[t] if r != o])
             self.queue.extend((p, t, False) for p in self.index.inputs[o])
 
     def _inserted(self, o: int, t: int) -> list[int]:
@@ -594,7 +534,7 @@ class Intervals:
         if runs is None:
             return [o]
         self.work += len(runs) // 4
-        if len(runs) > _LONG_STAGE:
+        if len(runs) > MAX_SEARCHED_STAGE_RUNS:
             # Baseline order is always possible; looking for the reader would be quadratic.
             return sorted([*runs, o])
         outputs = set(index.outputs[o])
@@ -617,14 +557,14 @@ class Intervals:
         ordered = self._depth_first(t, runs)
         if ordered == runs:
             return False
-        mark = len(self.log)
-        self._set_runs(t, ordered)
+        mark = len(self.journal)
+        self.journal.assign(self.runs, t, ordered)
         before_bytes = int(self.held_bytes[t])
         self.dirty.add(t)
         self.settle()
         if self.held_bytes[t] < before_bytes:
             return True
-        self.undo_to(mark)
+        self.journal.roll_back(mark)
         return False
 
     def _depth_first(self, t: int, runs: list[int]) -> list[int]:
@@ -659,8 +599,7 @@ class Intervals:
         for t in self.dirty:
             local_bytes = self._of_stage(t)
             if local_bytes != self.still_bytes[t]:
-                self.log.append((self._set_held, (t, self.still_bytes[t])))
-                self._set_held(t, local_bytes)
+                self._set_still(t, local_bytes)
         self.dirty.clear()
 
     def _kept_after(self, u: int, t: int) -> bool:
@@ -776,16 +715,14 @@ class Intervals:
                 self.cost_ns += index.operator_cost_ns[o]
                 self.runs.setdefault(t, []).append(o)
                 for p in index.inputs[o]:
-                    self._add_count(p, t)
-                    if not self.is_root[p]:
-                        self._add_count(self.root_of[p], t)
+                    self._count_with_root(p, t)
             brings[o, t] += items
         for (o, t), items in brings.items():
             for u in dict.fromkeys(items):
                 if not self.is_root[u] or not self.item_bytes[u]:
                     continue
                 if t not in self.counts[u]:
-                    self._add_count(u, t)
+                    self._count(u, t, 1)
                     self.anchors.setdefault((o, t), []).append(u)
                 self._flip(u, t)
                 self.needs[o, t] += 1
@@ -800,7 +737,7 @@ class Intervals:
             self._drop_need(o, t)
         self._settle_touches()
         self.settle()
-        self.log.clear()
+        self.journal.clear()
 
     def _bring_views(self, brings: dict[tuple[int, int], list[int]]) -> None:
         """A view that comes with what runs again is there for its readers in later stages."""
@@ -812,8 +749,7 @@ class Intervals:
                 touches = self.touches[u]
                 before = touches[bisect_left(touches, t) - 1]
                 if self._made_between(root, before, t):
-                    self._add_count(u, t)
-                    self._add_count(root, t)
+                    self._count_with_root(u, t)
                     self.anchors.setdefault((o, t), []).append(u)
 
     def _made(self, schedule: Schedule) -> list[tuple[int, int, list[int]]]:

@@ -27,6 +27,14 @@ from dtrcompile.passes.planning.hoist import hoist
 from dtrcompile.passes.planning.planners.auto import AutoPlanner
 from dtrcompile.passes.planning.planners.base import Planner, lower_bound_bytes
 from dtrcompile.passes.planning.planners.improve import BOUNDARY, Gap, Schedule, schedule_of
+from dtrcompile.passes.planning.settings import (
+    MIN_OFFLOAD_STEPS,
+    OFFLOAD_COPIED_SHARES,
+    OFFLOAD_LINK_PRICES,
+    OFFLOAD_PRICE_FACTORS,
+    OFFLOAD_STEPS_PER_OPERATOR,
+    SIMULATOR_WALK_LIMIT,
+)
 from dtrcompile.passes.planning.simulator import Simulator, SimulatorOptions
 from dtrcompile.passes.program.host_link import HostLink
 from dtrcompile.passes.program.index import ProgramIndex
@@ -39,13 +47,6 @@ _HEURISTICS: tuple[Heuristic, ...] = (
     HDTRNext(1.0, 1.0),
     HDTRNext(1.0, 0.0),
 )
-_PRICES = (0.0, 0.005, 0.02, 0.06, 0.15)
-# Shares of the base plan's recomputations that become copies; the best is then looked around.
-_SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)
-# Steps that all simulations together may record: fixed work, so the same plan everywhere.
-_STEPS_PER_OPERATOR = 20
-_STEPS_AT_LEAST = 40_000
-_WALK_LIMIT = 64
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class _Search:
                 steps = with_copies(self.index, schedule, gaps[:count])
                 costs[count] = self.offer_hoisted(steps)
 
-        for share in _SHARES:
+        for share in OFFLOAD_COPIED_SHARES:
             attempt(round(share * len(gaps)))
         step = len(gaps) // 16
         while costs and step and not self.is_perfect():
@@ -156,7 +157,7 @@ class _Search:
 
     def simulate(self, first_fit: bool) -> None:
         """Runs that choose at each eviction."""
-        steps_left = max(_STEPS_PER_OPERATOR * self.index.n_operators, _STEPS_AT_LEAST)
+        steps_left = max(OFFLOAD_STEPS_PER_OPERATOR * self.index.n_operators, MIN_OFFLOAD_STEPS)
         costs: dict[float, int] = {}  # at each price, the first heuristic's
 
         def run(heuristic: Heuristic, price: float) -> int | None:
@@ -165,7 +166,7 @@ class _Search:
                 return None
             options = SimulatorOptions(
                 heuristic=heuristic,
-                walk_limit=_WALK_LIMIT,
+                walk_limit=SIMULATOR_WALK_LIMIT,
                 host_link=self.link,
                 link_price=price,
             )
@@ -183,11 +184,11 @@ class _Search:
             if cost_ns is not None:
                 costs[price] = cost_ns
 
-        for price in _PRICES:
+        for price in OFFLOAD_LINK_PRICES:
             try_price(price)
-        for factor in (0.6, 1.6) if costs else ():
+        for factor in OFFLOAD_PRICE_FACTORS if costs else ():
             try_price(factor * _cheapest(costs))
-        price = _cheapest(costs) if costs else _PRICES[2]
+        price = _cheapest(costs) if costs else OFFLOAD_LINK_PRICES[2]
         for heuristic in _HEURISTICS[1:]:
             run(heuristic, price)
 

@@ -9,13 +9,18 @@ reads, so a policy may drop late and recompute too much without its plan being t
 
 from __future__ import annotations
 
-from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError
+from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners.base import keep_all, lower_bound_bytes
-from dtrcompile.passes.planning.planners.improve import BOUNDARY, Schedule, schedule_of, tidy
+from dtrcompile.passes.planning.planners.improve import (
+    BOUNDARY,
+    Schedule,
+    judged_plan,
+    schedule_of,
+    tidy,
+)
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
-from dtrcompile.passes.program.replay import replay
 
 
 class TooManyRunsError(Exception):
@@ -117,7 +122,7 @@ class Cheapest:
         """Whether ``schedule`` fits; it is kept if it is the cheapest that does."""
         if schedule.peak_bytes > self.budget_bytes:
             return False
-        if self.best is None or _rank(schedule) < _rank(self.best):
+        if self.best is None or schedule.rank < self.best.rank:
             self.best = schedule
         return True
 
@@ -130,15 +135,7 @@ class Cheapest:
         """
         if self.best is None:
             raise InfeasibleBudgetError(self.budget_bytes)
-        program = self.index.program
-        plan = Plan(self.best.steps(), program.fingerprint, name)
-        timeline, stats = replay(program, plan)
-        if timeline.peak_bytes > self.budget_bytes or stats.cost_ns != self.best.cost_ns:
-            raise PlanError(
-                f"{name} counted {self.best.peak_bytes} bytes and {self.best.cost_ns} ns, the"
-                f" referee {timeline.peak_bytes} and {stats.cost_ns}; please report the program"
-            )
-        return plan
+        return judged_plan(self.index.program, self.best, self.budget_bytes, name)
 
 
 def baseline_if_it_fits(program: Program, index: ProgramIndex, budget_bytes: int) -> Cheapest:
@@ -152,7 +149,3 @@ def baseline_if_it_fits(program: Program, index: ProgramIndex, budget_bytes: int
     cheapest = Cheapest(index, budget_bytes)
     cheapest.offer(schedule_of(index, keep_all(program).steps))
     return cheapest
-
-
-def _rank(schedule: Schedule) -> tuple[int, int]:
-    return schedule.cost_ns, schedule.peak_bytes

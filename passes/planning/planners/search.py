@@ -22,24 +22,20 @@ import numpy as np
 import numpy.typing as npt
 
 from dtrcompile.passes.planning.planners.intervals import IntArray, Intervals
-
-# An eviction's true cost is found by trying it; so many of the likely ones are tried.
-_TRIES = 4
-# Where none of those helps, so many.
-_MOST_TRIES = 48
-# So many evictions may make up for one that is undone.
-_REPAIRS = 3
-_REPAIRS_MORE = 8
-# Undone at first: 1 + a geometric number of this mean.
-_RUINED = 5.0
-# Above the best plan's extra cost by this share, and falling, a plan may stay.
-_SLACK = 0.003
-# A repair may pass through plans that cost more by this share: the slack is filled after it.
-_DETOUR = 0.1
-_BLURS = (0.05, 0.3)
-# How much the length of the time in which a storage's bytes are in the way counts.
-_POWERS = (0.0, 0.5, 1.0)
-_LOG_LIMIT = 400_000
+from dtrcompile.passes.planning.settings import (
+    ACCEPTED_WORSENING_SHARE,
+    DETOUR_SHARE,
+    DURATION_POWERS,
+    EXTRA_REPAIRS,
+    MAX_JOURNAL_CHANGES,
+    MAX_TRIES,
+    MAX_TRIES_UNTIL_ONE_HELPS,
+    MAX_UNDONE_EVICTIONS,
+    MEAN_FURTHER_UNDONE_EVICTIONS,
+    ONE_LOCKED_PROBABILITY,
+    REPAIRS_PER_UNDONE_EVICTION,
+    SCORE_NOISES,
+)
 
 
 class Search:
@@ -132,7 +128,7 @@ class Search:
         best: tuple[float, int, int] | None = None
         tries = 0
         for k in np.argsort(scores, kind="stable").tolist():
-            if tries >= (_MOST_TRIES if best is None else _TRIES):
+            if tries >= (MAX_TRIES_UNTIL_ONE_HELPS if best is None else MAX_TRIES):
                 break
             if best is not None and scores[k] >= best[0]:
                 break
@@ -141,7 +137,7 @@ class Search:
             if (u, stop) in locked:
                 continue
             tries += 1
-            mark, before_ns = len(state.log), state.cost_ns
+            mark, before_ns = len(state.journal), state.cost_ns
             enough_ns = most_ns
             if best is not None:  # no eviction of these bytes that costs more can be better
                 enough_ns = min(most_ns, before_ns + best[0] * int(sizes[k]) * float(weights[k]))
@@ -156,7 +152,7 @@ class Search:
                     ratio = max(total - int(left.sum()), 0) / here
                     gain = here * _power_of_one(ratio, power)
             self.looks += 20 + len(excess) // 512
-            state.undo_to(mark)
+            state.journal.roll_back(mark)
             state.learn(slot, added_ns)
             if gain > 0 and (best is None or (added_ns + 1e-3) / gain < best[0]):
                 best = ((added_ns + 1e-3) / gain, u, stop)
@@ -193,13 +189,13 @@ class Search:
             return False
         if not state.has_room(start, stop, int(state.segment_bytes[slot])):
             return False
-        mark, before_ns = len(state.log), state.cost_ns
+        mark, before_ns = len(state.journal), state.cost_ns
         state.keep(int(state.segment_item[slot]), stop)
         state.settle()
         self.looks += 20
         if state.cost_ns < before_ns and self.fits:
             return True
-        state.undo_to(mark)
+        state.journal.roll_back(mark)
         return False
 
     # Ruin
@@ -229,8 +225,10 @@ class Search:
         return frozenset(kept)
 
     def _ruin_size(self) -> int:
+        further = MEAN_FURTHER_UNDONE_EVICTIONS
+        probability = further / (further + 1)
         count = 1
-        while count < 40 and self.random.random() < _RUINED / (_RUINED + 1):
+        while count < MAX_UNDONE_EVICTIONS and self.random.random() < probability:
             count += 1
         return count
 
@@ -255,33 +253,33 @@ class Search:
         baseline_ns = state.index.program.cost_ns
         least_ns = max(least_ns, baseline_ns)
         best_ns = state.cost_ns
-        state.log.clear()
+        state.journal.clear()
         while (done := (self.work - start) / max(work_limit, 1)) < 1.0 and best_ns > least_ns:
             extra_ns = best_ns - baseline_ns
             share = start_share + done * (stop_share - start_share)
-            allowed_ns = best_ns + _SLACK * (1.0 - share) * extra_ns
-            mark = len(state.log)
+            allowed_ns = best_ns + ACCEPTED_WORSENING_SHARE * (1.0 - share) * extra_ns
+            mark = len(state.journal)
             count = self._ruin_size()
             locked = self.ruin(count)
-            if locked and self.random.random() < 0.5:
+            if locked and self.random.random() < ONE_LOCKED_PROBABILITY:
                 locked = frozenset(self.random.sample(sorted(locked), 1))
             if self.repair(
-                allowed_ns + _DETOUR * extra_ns,
-                _REPAIRS * count + _REPAIRS_MORE,
+                allowed_ns + DETOUR_SHARE * extra_ns,
+                REPAIRS_PER_UNDONE_EVICTION * count + EXTRA_REPAIRS,
                 locked=locked,
-                blur=self.random.choice(_BLURS),
-                power=self.random.choice(_POWERS),
+                blur=self.random.choice(SCORE_NOISES),
+                power=self.random.choice(DURATION_POWERS),
                 work_limit=start + work_limit,
             ):
                 self.fill()
             if state.cost_ns > allowed_ns or not self.fits:
-                state.undo_to(mark)
+                state.journal.roll_back(mark)
             elif state.cost_ns <= best_ns:
                 best_ns = state.cost_ns
-                state.log.clear()
-            elif len(state.log) > _LOG_LIMIT:
-                state.undo_to(0)
-        state.undo_to(0)
+                state.journal.clear()
+            elif len(state.journal) > MAX_JOURNAL_CHANGES:
+                state.journal.roll_back(0)
+        state.journal.roll_back(0)
 
 
 def _power(values: IntArray, power: float) -> npt.NDArray[np.float64]:

@@ -1,0 +1,79 @@
+"""The numbers by which `fit` searches, each with its unit and with the reason for its value.
+
+"Not measured" means that the history of the project names no measurement for a number.  A change to
+one of them changes which plans are made; compare `python -m bench.promises` before and after it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# One search for a budget (`targets.next_target`)
+
+MAX_REPLANNING_ROUNDS: Final = 4
+"""Targets that are tried for one budget.  Nearly every graph needs one or two; not measured."""
+
+WELL_FILLED_SHARE: Final = 0.97
+"""Share of the budget.  A plan that holds at least this much of it ends the search: a looser plan
+could use 3 % more at most.  Not measured."""
+
+WORTHWHILE_SAVING_SHARE: Final = 0.005
+"""Share of the best plan's cost.  Measuring a plan takes seconds of compile time, so a looser plan
+that saves less than this is not measured.  The value itself was not measured."""
+
+MIN_STEP_DIVISOR: Final = 256
+"""Divides the budget.  Where a plan did not fit, the next target is lower by at least the result.
+Not measured."""
+
+MIN_INTERVAL_DIVISOR: Final = 128
+"""Divides the budget.  The search ends once the targets that are left span less than the result.
+Not measured."""
+
+FALLBACK_STEP_DIVISOR: Final = 64
+"""Divides the budget.  Where a correction leads out of the targets that are left, and no target is
+known to fit, the next one is the least that did not, less the result.  Not measured."""
+
+# The search for the smallest plan (`targets.next_smaller_target`)
+
+MAX_LEARNING_ROUNDS: Final = 2
+"""Plans of the planner's minimum that are made after the first, each knowing what the one before
+was measured to hold.  Not measured."""
+
+LOOSER_THAN_MINIMUM_PERCENT: Final = (104, 112)
+"""Targets in percent of the planner's minimum.  They are tried where the schedule still holds more
+than the plan: a looser plan may lose less.  Not measured."""
+
+AGREEMENT_PERCENT: Final = 102
+"""Percent of the planned peak.  A schedule that holds no more than this has lost next to nothing.
+It is the 2 % within which a predicted peak has to lie."""
+
+MAX_SMALLER_PLANS: Final = 6
+"""Plans for less than the smallest measured so far, in all.  Not measured."""
+
+MAX_PLANS_PER_SMALLER_TARGET: Final = 2
+"""Of these, plans for one target: the first, and one that knows what the first was measured to
+hold.  Looking for the target by halves with two plans each took the Siamese model of `bench.rivals`
+from 73.1 to 53.4 MiB, with as many plans as steps of 1/64 took before."""
+
+SMALLER_STEP_DIVISOR: Final = 64
+"""Divides the smallest measured peak.  No target is nearer below that peak than the result.  Such
+targets are tried because BERT at 40 % of its peak was once smaller than its named minimum; the
+step itself was not measured."""
+
+# What a kernel may hold for its speed (`inductor.layouts`)
+
+SPEED_WORKSPACE_DIVISOR: Final = 6
+"""Divides the budget.  One kernel may hold as much as the result for the sake of its speed, where a
+plan is found all the same.  Gradients of grouped convolutions take two to three times as long
+without it (measured on ConvNeXt); the divisor itself was not measured."""
+
+SPEED_WORKSPACE_COST_SHARE: Final = 0.1
+"""Share of a step's compute that may be computed again for that.  On ConvNeXt at 80 % of its peak
+the default layouts took a quarter of the step; the share itself was not measured."""
+
+# Ample budgets
+
+AMPLE: Final = 2
+"""Multiple of a guess from which on a budget is ample, so that the default split is compiled
+without being measured beforehand.  The schedules of default splits were seen to hold 0.6 to 1.3
+times the guess, and measuring beforehand took a third of the compile time."""
