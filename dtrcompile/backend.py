@@ -16,10 +16,9 @@ import torch
 from torch import fx, nn
 
 from dtrcompile import artifacts
-from dtrcompile.beside import Beside
-from dtrcompile.ledger import Ledger, forget_steps, ledger_of, more_graphs_follow
 from dtrcompile.options import Options, defaults_used, forget_defaults_used
-from dtrcompile.outside import forget, graph_break, listen
+from dtrcompile.outside.surroundings import Beside
+from dtrcompile.outside.uncompiled import forget, graph_break, listen
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.costs import make_cost_model
 from dtrcompile.passes.device.workspaces import unknown_workspaces
@@ -78,13 +77,14 @@ from dtrcompile.passes.torch_private import (
     select_decomp_table,
     tracing,
 )
-from dtrcompile.planned import Assignment, Code, Planned, around_bytes
 from dtrcompile.probe import ProbedPlan, is_probing
 from dtrcompile.report import CompileReport, add_report, next_graph_index, reports
-from dtrcompile.shared_graph import Returned, SharedGraph
 from dtrcompile.source_hash import package_hash
-from dtrcompile.step_peak import StepPeak
-from dtrcompile.symbols import Symbols
+from dtrcompile.steps.ledger import Ledger, forget_steps, ledger_of, more_graphs_follow
+from dtrcompile.steps.planned import Assignment, Code, Planned, around_bytes
+from dtrcompile.steps.shared_graph import Returned, SharedGraph
+from dtrcompile.steps.step_peak import StepPeak
+from dtrcompile.steps.symbols import Symbols
 
 log = logging.getLogger("dtrcompile")
 

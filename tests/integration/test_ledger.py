@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
 from bench import several_graphs
-from dtrcompile import backend, training_step, waiting
+from dtrcompile import backend
 from dtrcompile.passes.errors import ChangedInputError, InfeasibleBudgetError
+from dtrcompile.steps import training_step, waiting
 from tests.integration.helpers import (
     compile_dtr,
     gradients_of,

@@ -51,7 +51,8 @@ log = logging.getLogger("dtrcompile")
 
 # Code that is not the user's.
 _TORCH, _PACKAGE, _LIBRARY = (
-    os.path.dirname(path) + os.sep for path in (torch.__file__, __file__, os.__file__)
+    os.path.dirname(path) + os.sep
+    for path in (torch.__file__, os.path.dirname(__file__), os.__file__)
 )
 _SITE_PACKAGES = _LIBRARY + "site-packages"
 _CONVERT_FRAME = "torch._dynamo.convert_frame"

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dtrcompile.beside import Beside, KeptGradients
-from dtrcompile.family import Family, Values
 from dtrcompile.options import BudgetKind
-from dtrcompile.outside import called_at, look_at_backward
+from dtrcompile.outside.step_check import Expected, StepCheck, check_of
+from dtrcompile.outside.surroundings import Beside, KeptGradients
+from dtrcompile.outside.uncompiled import called_at, look_at_backward
+from dtrcompile.outside.watching import running
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.graphs.capture import NOTHING_HANDED_ON
 from dtrcompile.passes.inductor.step import device_of
@@ -26,16 +27,15 @@ from dtrcompile.passes.torch_private import (
     exceptions_allowed_to_be_fallback,
     top_saved_tensors_hooks,
 )
-from dtrcompile.planned import Assignment, Code, Planned
 from dtrcompile.report import drop_report
-from dtrcompile.step_check import Expected, StepCheck, check_of
-from dtrcompile.step_peak import StepPeak
-from dtrcompile.symbols import Symbols
-from dtrcompile.waiting import Arguments, Waiting, backward_node, waits
-from dtrcompile.watching import running
+from dtrcompile.steps.family import Family, Values
+from dtrcompile.steps.planned import Assignment, Code, Planned
+from dtrcompile.steps.step_peak import StepPeak
+from dtrcompile.steps.symbols import Symbols
+from dtrcompile.steps.waiting import Arguments, Waiting, backward_node, waits
 
 if TYPE_CHECKING:
-    from dtrcompile.ledger import Ledger
+    from dtrcompile.steps.ledger import Ledger
 
 _KEPT_GRADIENTS = (
     "Gradients of an earlier backward that are still in .grad are a part of that: call"

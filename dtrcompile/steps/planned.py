@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from dtrcompile.beside import NOTHING_BESIDE, Beside
+from dtrcompile.outside.surroundings import NOTHING_BESIDE, Beside
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.fitting.fit import Outcome, Terms, holding
 from dtrcompile.passes.fitting.measured import Measured

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtrcompile.outside import loss_bytes
+from dtrcompile.outside.uncompiled import loss_bytes
 from dtrcompile.passes.errors import ChangedInputError
 from dtrcompile.passes.torch_private import (
     FakeTensor,
@@ -33,9 +33,9 @@ from dtrcompile.passes.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from dtrcompile.planned import Planned
-    from dtrcompile.shared_graph import SharedGraph
-    from dtrcompile.training_step import Call
+    from dtrcompile.steps.planned import Planned
+    from dtrcompile.steps.shared_graph import SharedGraph
+    from dtrcompile.steps.training_step import Call
 
 # Autograd's node calls one of them, which one depends on the release.
 _BACKWARDS = ("apply", "apply_boxed")

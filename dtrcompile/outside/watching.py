@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dtrcompile.outside import is_users_code, told
+from dtrcompile.outside.uncompiled import is_users_code, told
 from dtrcompile.passes.errors import DTRError, format_bytes
 from dtrcompile.passes.torch_private import FakeTensor
 from dtrcompile.report import compilations
 
 if TYPE_CHECKING:
-    from dtrcompile.shared_graph import SharedGraph
+    from dtrcompile.steps.shared_graph import SharedGraph
 
 _REGION = "dtrcompile graph "
 _BACKWARD = "CompiledFunctionBackward"

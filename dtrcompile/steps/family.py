@@ -19,8 +19,8 @@ from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import keep_all
 from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.program.replay import replay
-from dtrcompile.planned import Code, Planned
-from dtrcompile.symbols import Symbols
+from dtrcompile.steps.planned import Code, Planned
+from dtrcompile.steps.symbols import Symbols
 
 log = logging.getLogger("dtrcompile")
 

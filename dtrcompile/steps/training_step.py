@@ -14,9 +14,9 @@ from typing import Any, TypeGuard
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.options import Options
-from dtrcompile.outside import LossBytes
+from dtrcompile.outside.surroundings import NOTHING_BESIDE, Beside
+from dtrcompile.outside.uncompiled import LossBytes
 from dtrcompile.passes.device.allocators import EXACT, Allocator
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.fit import as_it_is
@@ -35,9 +35,9 @@ from dtrcompile.passes.planning.planners import make_planner, minimum_plan
 from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.passes.torch_private import FakeTensor, storage_use_count
-from dtrcompile.planned import Assignment, Planned
-from dtrcompile.shared_graph import SharedGraph
-from dtrcompile.waiting import PYTHONS_HOLD, are_unheld, saved_tensors, waits
+from dtrcompile.steps.planned import Assignment, Planned
+from dtrcompile.steps.shared_graph import SharedGraph
+from dtrcompile.steps.waiting import PYTHONS_HOLD, are_unheld, saved_tensors, waits
 
 log = logging.getLogger("dtrcompile")
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from dtrcompile.outside import tell
+from dtrcompile.outside.uncompiled import tell
 from dtrcompile.passes.errors import format_bytes
 from dtrcompile.report import compilations
 

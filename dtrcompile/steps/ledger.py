@@ -32,23 +32,23 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from dtrcompile.beside import (
+from dtrcompile.options import BudgetKind, Options
+from dtrcompile.outside.step_check import StepCheck
+from dtrcompile.outside.surroundings import (
     OptimizerSteps,
     Surroundings,
     before_steps,
 )
-from dtrcompile.options import BudgetKind, Options
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.fit import as_it_is
 from dtrcompile.passes.fitting.sharing import Rest
 from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.program.replay import replay
-from dtrcompile.planned import Assignment, Planned, is_small
-from dtrcompile.shared_graph import SharedGraph
-from dtrcompile.step_check import StepCheck
-from dtrcompile.step_peak import StepPeaks
-from dtrcompile.training_step import Call, Step, external_bytes, planned_of
-from dtrcompile.waiting import Waiting, are_unheld, waits
+from dtrcompile.steps.planned import Assignment, Planned, is_small
+from dtrcompile.steps.shared_graph import SharedGraph
+from dtrcompile.steps.step_peak import StepPeaks
+from dtrcompile.steps.training_step import Call, Step, external_bytes, planned_of
+from dtrcompile.steps.waiting import Waiting, are_unheld, waits
 
 log = logging.getLogger("dtrcompile")
 

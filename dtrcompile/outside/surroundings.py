@@ -28,8 +28,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from dtrcompile.communication import bucket_bytes, communication_bytes
 from dtrcompile.options import Options
+from dtrcompile.outside.communication import bucket_bytes, communication_bytes
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.optimizer_step import (
     StepBytes,

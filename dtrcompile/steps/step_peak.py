@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.options import Options
+from dtrcompile.outside.surroundings import NOTHING_BESIDE, Beside
 
 
 @dataclass(eq=False)
