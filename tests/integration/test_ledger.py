@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
 from bench import several_graphs
-from dtrcompile import backend
+from dtrcompile.backend import dtr
+from dtrcompile.compilation import eager
 from dtrcompile.passes.errors import ChangedInputError, InfeasibleBudgetError
 from dtrcompile.steps import training_step, waiting
 from tests.integration.helpers import (
@@ -163,8 +164,8 @@ def test_a_refused_step_is_no_other_models(is_first_step: bool) -> None:
                 raise InfeasibleBudgetError(1)
             return original(*args, **kwargs)
 
-        original = backend._plan
-        with mock.patch.object(backend, "_plan", plan), raises_dtr(InfeasibleBudgetError):
+        original = eager.plan_step
+        with mock.patch.object(eager, "plan_step", plan), raises_dtr(InfeasibleBudgetError):
             compiled(x)
     else:
         # In the first step before the backward that finds no room, later before the step.
@@ -232,7 +233,7 @@ def blocks_and_batch() -> tuple[nn.ModuleList, Tensor]:
 def compile_each(blocks: nn.ModuleList, budget: object, compiler: str) -> None:
     """Regional compilation: one graph, called once for each block."""
     for block in blocks:
-        block.compile(backend=backend.dtr, options={"budget": budget, "compiler": compiler})
+        block.compile(backend=dtr, options={"budget": budget, "compiler": compiler})
 
 
 def run_all(blocks: nn.ModuleList, x: Tensor) -> Tensor:
@@ -334,7 +335,7 @@ def test_a_step_that_is_another_each_time_is_not_compiled_again_for_ever() -> No
     module, x = Block(), torch.randn(BATCH, WIDTH)
     compiled = compile_dtr(module, "min", compiler="eager")
     counts = []
-    with mock.patch.object(backend, "_plan", wraps=backend._plan) as plan:
+    with mock.patch.object(eager, "plan_step", wraps=eager.plan_step) as plan:
         for step in range(24):
             losses = [compiled(x).square().mean() for _ in range(1 + step % 3)]
             torch.stack(losses).sum().backward()
@@ -380,7 +381,7 @@ def test_checkpointed_blocks_are_computed_again_by_the_code_they_ran_with(
     expected = step()
     options = {"budget": "min", "compiler": "eager", "several_graphs": several_graphs}
     for block in blocks:
-        block.compile(backend=backend.dtr, options=options)
+        block.compile(backend=dtr, options=options)
     for _ in range(4):
         assert relative_error(step(), expected) <= SAME
 
@@ -662,7 +663,7 @@ def _shard(port: int, folder: str) -> None:
         for name, options in {
             "plain": {"backend": "inductor"},
             "dtr": {
-                "backend": backend.dtr,
+                "backend": dtr,
                 "options": {"budget": FOUR_MIB, "compiler": "inductor"},
             },
         }.items():
