@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dtrcompile.compilation.planning import plan_inference, plan_step
-from dtrcompile.compilation.session import CURRENT, Session, State
+from dtrcompile.compilation.session import CURRENT, Session, SessionState
 from dtrcompile.compilation.settings import inductor_patches
 from dtrcompile.options import Options
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
@@ -161,7 +161,7 @@ def _check_final(
         if backward_follows:
             measured = measured.with_backward(outcome.baseline_measured)
         session.measured_estimate(measured, backward_follows=backward_follows)
-        if is_backward and session.state is State.TOO_LARGE:
+        if is_backward and session.state is SessionState.TOO_LARGE:
             guess = outcome.baseline[2].peak_bytes
             raise VerificationError(
                 f"Inductor's final schedule holds {measured.peak_bytes} bytes at"

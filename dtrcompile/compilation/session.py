@@ -52,7 +52,7 @@ UNVERIFIED = "not verified: "
 COUNTED = "every byte is counted as it runs"
 
 
-class State(enum.Enum):
+class SessionState(enum.Enum):
     """See the table above."""
 
     UNPLANNED = enum.auto()
@@ -91,7 +91,7 @@ class Session:
     step_peak: StepPeak = field(default_factory=StepPeak)
     may_estimate: bool = False
     graph_break: str = ""
-    state: State = State.UNPLANNED
+    state: SessionState = SessionState.UNPLANNED
     unverified_because: str = ""
     is_replaced: bool = False
     capture_s: float = 0.0
@@ -140,9 +140,9 @@ class Session:
         self.outcome = outcome
         self.check_optimizer_step(outcome.budget_bytes)
         if self.options.compiler == "eager":
-            self.state = State.COUNTED
+            self.state = SessionState.COUNTED
         else:
-            self.state = State.ESTIMATED if outcome.is_guess else State.PLANNED
+            self.state = SessionState.ESTIMATED if outcome.is_guess else SessionState.PLANNED
 
     def planned(self) -> Planned | None:
         """What the ledger is to know of the graph; None where there was nothing to plan."""
@@ -170,9 +170,9 @@ class Session:
             budget_bytes is not None
             and baseline.peak_with(rest) > budget_bytes - rest.outside_bytes
         ):
-            self.state = State.TOO_LARGE
+            self.state = SessionState.TOO_LARGE
             return
-        self.state = State.ESTIMATED if backward_follows else State.VERIFIED
+        self.state = SessionState.ESTIMATED if backward_follows else SessionState.VERIFIED
         if not backward_follows:
             self.note_baseline(baseline)
         self.outcome = replace(
@@ -187,7 +187,7 @@ class Session:
         """Whether the estimate was wrong, or forward could not be measured to tell."""
         outcome = self.outcome
         is_unmeasured = outcome is not None and outcome.is_guess and not self.wrappers
-        return self.state is State.TOO_LARGE or is_unmeasured
+        return self.state is SessionState.TOO_LARGE or is_unmeasured
 
     def verify(self, measured: Measured) -> None:
         """The compiled code was measured, and is within the budget: it is what is promised now."""
@@ -200,14 +200,14 @@ class Session:
                 format_bytes(self.outcome.measured.peak_bytes),
             )
             self.outcome = self.outcome.holding(measured)
-        self.state = State.VERIFIED
+        self.state = SessionState.VERIFIED
         self.report(is_logged=is_other)
 
     def leave_unverified(self, why: str) -> None:
         """The compiled code is not measured."""
-        is_known = self.state is State.UNVERIFIED and self.unverified_because == why
+        is_known = self.state is SessionState.UNVERIFIED and self.unverified_because == why
         if self.outcome is not None and not is_known:
-            self.state, self.unverified_because = State.UNVERIFIED, why
+            self.state, self.unverified_because = SessionState.UNVERIFIED, why
             self.report(is_logged=False)
 
     def keep_graph(self, measured: Measured) -> None:
@@ -221,7 +221,7 @@ class Session:
             format_bytes(self.outcome.measured.peak_bytes),
         )
         self.outcome = self.outcome.holding(measured)
-        self.state = State.VERIFIED
+        self.state = SessionState.VERIFIED
         self.report()
 
     def note_baseline(self, baseline: Measured) -> None:
@@ -234,9 +234,11 @@ class Session:
     @property
     def verification(self) -> str:
         """Whether the compiled code was held to the promise, for the report."""
-        if self.state is State.UNVERIFIED:
+        if self.state is SessionState.UNVERIFIED:
             return UNVERIFIED + self.unverified_because
-        return {State.VERIFIED: VERIFIED, State.COUNTED: COUNTED}.get(self.state, NOT_YET)
+        return {SessionState.VERIFIED: VERIFIED, SessionState.COUNTED: COUNTED}.get(
+            self.state, NOT_YET
+        )
 
     def change_assignment(self, assignment: Assignment) -> None:
         """The code was compiled for another assignment, and is right for this one too."""

@@ -26,6 +26,7 @@ from dtrcompile.backend import dtr
 from dtrcompile.compilation import eager
 from dtrcompile.passes.errors import ChangedInputError, InfeasibleBudgetError
 from dtrcompile.steps import training_step, waiting
+from dtrcompile.steps.calls import Call
 from tests.integration.helpers import (
     compile_dtr,
     gradients_of,
@@ -457,16 +458,16 @@ class Adversaries:
 
 
 @contextmanager
-def _noting_let_go() -> Iterator[list[bool]]:
+def _noting_releases() -> Iterator[list[bool]]:
     """Whether each call that was asked to give up what it saved did."""
     answers: list[bool] = []
-    original = waiting.Waiting.let_go
+    original = waiting.Waiting.release_saved
 
-    def let_go(call: waiting.Waiting) -> bool:
+    def release_saved(call: waiting.Waiting) -> bool:
         answers.append(original(call))
         return answers[-1]
 
-    with mock.patch.object(waiting.Waiting, "let_go", let_go):
+    with mock.patch.object(waiting.Waiting, "release_saved", release_saved):
         yield answers
 
 
@@ -475,7 +476,7 @@ def test_a_graph_that_finds_no_room_has_earlier_ones_compute_again() -> None:
     expected = Adversaries().train(lambda m: compile_dtr(m, 10**9, compiler="eager"), 4)
     dtrcompile.clear_reports()
     torch._dynamo.reset()
-    with _noting_let_go() as calls:
+    with _noting_releases() as calls:
         found = Adversaries().train(lambda m: compile_dtr(m, 2_400_000, compiler="eager"), 4)
     assert any(calls)
     # The masks of a dropout that is computed again are those of the first time.
@@ -588,8 +589,8 @@ def test_calls_that_are_too_many_for_the_budget_are_refused_in_the_first_step() 
 def test_gradients_that_calls_accumulate_are_counted_once() -> None:
     """Backward runs from the last call to the first."""
 
-    def call(parameters: dict[int, int], graph: object = mock.Mock()) -> training_step.Call:
-        return training_step.Call(graph, {}, parameters, {}, Counter(), True)  # type: ignore[arg-type]
+    def call(parameters: dict[int, int], graph: object = mock.Mock()) -> Call[Any]:
+        return Call(graph, {}, parameters, {}, Counter(), True)  # type: ignore[arg-type]
 
     unplanned = mock.Mock(planned=None)
     calls = [call({1: 10, 2: 20}), call({2: 20, 3: 30}), call({9: 9}, unplanned), call({3: 30})]
@@ -601,7 +602,7 @@ def test_what_the_first_step_ran_with_stays_if_nothing_better_is_found() -> None
     compiled = compile_dtr(module, 4_000_000, compiler="eager", several_graphs=True)
     compiled(x).backward()
     first = [(r.recomputed, r.saved_bytes) for r in dtrcompile.reports()]
-    with mock.patch.object(training_step.Step, "shared", lambda *_: None):
+    with mock.patch.object(training_step.TrainingStep, "shared", lambda *_: None):
         for _ in range(2):
             compiled(x).backward()
     reports = dtrcompile.reports()
@@ -809,7 +810,7 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
     budget = dtrcompile.reports()[-1].baseline_peak_bytes * 70 // 100
     torch._dynamo.reset()
     compiled = compile_dtr(module, budget, compiler="eager")
-    with _noting_let_go() as let_go:
+    with _noting_releases() as released:
         for is_held in (False, False, True, True, True):
             for m in (module, reference):
                 m.zero_grad(set_to_none=True)
@@ -822,7 +823,7 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
             assert relative_error(gradients_of(module), gradients_of(reference)) <= SAME
             assert dtrcompile.reports()[-1].promised_peak_bytes <= budget
             result = None
-    assert any(let_go)
+    assert any(released)
 
 
 @pytest.mark.parametrize("gone", ["reset", "deleted"])
