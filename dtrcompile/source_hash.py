@@ -10,8 +10,12 @@ from pathlib import Path
 
 @lru_cache(maxsize=1)
 def package_hash() -> str:
-    """Hex digest over every Python file of the package, names and contents."""
-    root = Path(__file__).parent
+    """Hex digest of the source that was imported."""
+    return hash_of_folder(Path(__file__).parent)
+
+
+def hash_of_folder(root: Path) -> str:
+    """Hex digest over every Python file below ``root``, names and contents."""
     digest = hashlib.sha256()
     for path in python_files(root):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0")
@@ -22,8 +26,8 @@ def package_hash() -> str:
 def python_files(root: Path) -> list[Path]:
     """Every Python file below ``root``, in one order on every machine.
 
-    ``passes`` is a link in a checkout and a folder in an installation; ``Path.rglob`` follows no
-    links.
+    No folder is named here, so none can be forgotten.  ``passes`` is a link in a checkout and a
+    folder in an installation; ``Path.rglob`` follows no links.
     """
     return sorted(
         Path(folder, name)
