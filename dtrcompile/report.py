@@ -19,7 +19,7 @@ logger = logging.getLogger("dtrcompile")
 
 # A process that recompiles for ever must not grow for ever.
 MOST_REPORTS = 1000
-_MOST_NAMES = 5
+_MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +176,9 @@ class CompileReport:
             return f"none of {self.operators} operators"
         most = sorted(self.recomputed.items(), key=lambda item: (-item[1], item[0]))
         names = ", ".join(
-            f"{name} x{runs}" if runs > 1 else name for name, runs in most[:_MOST_NAMES]
+            f"{name} x{runs}" if runs > 1 else name for name, runs in most[:_MAX_NAMES]
         )
-        more = f", and {len(most) - _MOST_NAMES} more" if len(most) > _MOST_NAMES else ""
+        more = f", and {len(most) - _MAX_NAMES} more" if len(most) > _MAX_NAMES else ""
         return (
             f"{len(self.recomputed)} of {self.operators} operators, {self.recomputed_runs}"
             f" extra runs: {names}{more}"

@@ -10,7 +10,7 @@ from torch import fx
 
 from dtrcompile.compilation.probing import ProbedPlan, is_probing
 from dtrcompile.compilation.session import Session, device_of_graph
-from dtrcompile.outside.surroundings import Beside
+from dtrcompile.outside.surroundings import SurroundingBytes
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.costs import make_cost_model
 from dtrcompile.passes.errors import InfeasibleBudgetError
@@ -121,7 +121,7 @@ def _plan_at_sizes(
     return outcome
 
 
-def _available_bytes(captured: Captured, beside: Beside) -> int | None:
+def _available_bytes(captured: Captured, beside: SurroundingBytes) -> int | None:
     """What ``"auto"`` may take: free memory, this process's cache, and what the graphs hold."""
     device = device_of(captured)
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""What a step held, what was promised for it, and whose the rest was: ``dtrcompile.watch()``.
+"""``dtrcompile.watch()``: what a step held, what was promised, and what held the difference.
 
 This is the other side of the promise.  What is observed comes from the allocator, through
 `torch.profiler`, which notes each allocation and each free, and the line of code that asked for it.

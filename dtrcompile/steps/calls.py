@@ -1,4 +1,4 @@
-"""The calls of a step's graphs: what each was given and returned, and what became of that.
+"""The calls of a step's graphs: what each was given and returned, and who held it in backward.
 
 Tensors are known by the addresses of their storages and by weak references; none is held.
 """
@@ -76,7 +76,7 @@ class Call(Generic[GraphT]):
     def of(
         graph: GraphT, args: Sequence[Any], result: Any, before: Counter[int], node: Any
     ) -> Call[GraphT]:
-        """From what the graph was called with, and returned."""
+        """Record what the graph was called with and what it returned."""
         results = result if isinstance(result, (tuple, list)) else (result,)
         leaves = [a for a in args if isinstance(a, torch.Tensor) and a.is_leaf]
         parameters = [a for a in leaves if a.requires_grad]
@@ -109,7 +109,7 @@ class Call(Generic[GraphT]):
         )
 
     def see_next_step(self) -> None:
-        """Another step begins: which of the inputs are there beside its own?"""
+        """Another step begins: note which inputs still exist."""
         self.outliving = {
             address: size
             for address, size in self.inputs.items()

@@ -1,21 +1,23 @@
-"""One budget, several graphs: what each graph of a training step is compiled with.
+"""One budget for several graphs: decides what each graph of a training step is compiled for.
 
-A graph break, DDP's buckets or a second compiled module make several graphs of one step, and a
-`Ledger` (one for each set of options) shares the budget out among them (`passes.sharing`):
+A graph break, DDP's buckets or a second compiled module make several graphs of one step.  A
+`Ledger` (one for each set of options) shares the budget out among them
+(`passes.fitting.sharing`):
 
-* while the first step runs, graphs are compiled one by one, and what comes later is not known.  A
-  graph that others follow is compiled to save as little as it can, unless it is small; one that
-  ends the step gets what the earlier ones leave;
-* when the first step is over, the order is known and so is what each graph needs: the graphs are
-  planned and compiled again, once.
+* While the first step runs, graphs are compiled one by one, and the later ones are not known yet.
+  A graph that others follow is compiled to save as little as possible, unless it is small; a graph
+  that ends the step gets what the earlier ones leave.
+* When the first step is over, the order of the graphs and the needs of each are known.  They are
+  planned together (`training_step`) and compiled once more.
 
-A step is over when a graph is called and no graph waits for its backward any more, if one did.  If
-graphs of a step had run before it was known that others follow, the next step is the one that is
-looked at.  A model that is one graph is compiled once, and costs one look at its outputs a call.
+A step is over when a graph is called and no call waits for its backward any more.  Whether the
+calls of a step are recorded, and the step is planned when it is over, is the state machine of
+`recording`; what becomes of one graph is that of `shared_graph`.  A model that is one graph is
+compiled once, and each call then costs one look at its outputs.
 
-A graph may also be called more often in a step than its plan knows of, first of all one that is
-compiled for each block of a model.  It then saves as little as it can, and the next step is looked
-at.
+A graph may also be called more often in a step than its plan foresees: one that is compiled for
+each block of a model, for example.  It is then compiled to save as little as possible, and the
+next step is observed.
 """
 
 from __future__ import annotations
@@ -70,12 +72,12 @@ _SCALAR_BYTES = 16
 
 
 class Ledger:
-    """The graphs of one set of options, and who may hold how much.
+    """The graphs of one set of options, and how much each of them may hold.
 
     Attributes:
         recording: whether the calls of the step that runs are recorded, and the step then planned.
         calls: of the step that runs, as far as they are recorded.
-        forms: the calls of the latest steps that took another form each.
+        forms: the latest forms that a step took, each with its calls.
     """
 
     def __init__(self, options: Options) -> None:
@@ -165,10 +167,12 @@ class Ledger:
         return sum(size * n for size, n in received.items())
 
     def compile_first(self, graph: SharedGraph, more_follow: bool) -> None:
-        """Compile a new graph beside what waits; what finds no room there makes some.
+        """Compile a new graph, beside the calls that wait for their backward.
+
+        If there is no room for it, these calls release what they saved, and it is tried again.
 
         Raises:
-            InfeasibleBudgetError: if it finds none all the same.
+            InfeasibleBudgetError: if there is no room even then.
         """
         with self.lock:
             if any(c.is_done for c in self.calls) and not self.anything_waits():
@@ -194,7 +198,7 @@ class Ledger:
     def refusal_of(
         self, graph: SharedGraph, assignment: Assignment
     ) -> InfeasibleBudgetError | None:
-        """Compile a new graph; why that cannot be, if it cannot."""
+        """Compile a new graph.  Returns the refusal if it does not fit, None if it does."""
         try:
             graph.compile_first(assignment)
         except InfeasibleBudgetError as refusal:
@@ -222,18 +226,20 @@ class Ledger:
         return refusal.with_advice(advice)
 
     def drop_evaluations(self) -> None:
-        """Forget calls without a backward, before the first with one, whose results are gone: they
-        are no part of the training step that begins."""
+        """Drop recorded calls whose results are gone, as long as no call with a backward has come.
+
+        They are evaluations, and no part of the training step that begins.
+        """
         if not any(c.awaits_backward for c in self.calls):
             self.calls = [c for c in self.calls if c.has_live_results]
 
     def release_saved(self) -> bool:
-        """Have all calls that wait release what they saved; whether any did."""
+        """Make all calls that wait release what they saved; returns whether any of them did."""
         released = [w.release_saved() for w in self.waiting() if not w.is_released]
         return any(released)
 
     def add(self, graph: SharedGraph) -> None:
-        """A graph was compiled."""
+        """Register a graph that was compiled."""
         with self.lock:
             self.graphs = [g for g in self.graphs if g() is not None]
             self.graphs.append(weakref.ref(graph))
@@ -248,7 +254,7 @@ class Ledger:
                 self.recording.inference_graph_compiled()
 
     def abandon_step(self) -> None:
-        """A graph could not be compiled, so the step that it belongs to never ends."""
+        """Drop the recorded calls: a graph could not be compiled, so their step never ends."""
         with self.lock:
             self.calls.clear()
 
@@ -256,7 +262,7 @@ class Ledger:
         return [graph for g in self.graphs if (graph := g()) is not None]
 
     def waiting(self) -> list[Waiting]:
-        """Calls that hold what they saved, or did: see `drop_done`."""
+        """Calls that hold what they saved.  Some may be done by now: see `drop_done`."""
         return [w for g in self._alive() for w in list(g.waiting.values()) if w.planned is not None]
 
     def anything_waits(self) -> bool:
@@ -264,7 +270,7 @@ class Ledger:
         return any(graph.waits() for graph in self._alive())
 
     def drop_done(self) -> None:
-        """Forget all calls whose backward has run; looks at each of them."""
+        """Drop all calls whose backward has run.  Takes time for each call that waits."""
         for graph in self._alive():
             graph.drop_done()
 
@@ -274,7 +280,7 @@ class Ledger:
         return sum(len(g.waiting) for g in self._alive())
 
     def holding_calls(self) -> Counter[int]:
-        """Of each graph, calls that hold what they saved, or did: see `drop_done`."""
+        """As `waiting`, counted for each graph, by serial."""
         return Counter(
             g.serial
             for g in self._alive()
@@ -283,7 +289,7 @@ class Ledger:
         )
 
     def before_call(self, graph: SharedGraph) -> Counter[int]:
-        """A graph is about to be called: is the step before it over, is it as was foreseen?
+        """A graph is about to be called: end the step before, and see whether the call is foreseen.
 
         Returns:
             `holding_calls`.
@@ -310,7 +316,7 @@ class Ledger:
             return holding
 
     def make_room(self, graph: SharedGraph) -> None:
-        """For a graph that was compiled before all of the step was known, as small as it can be."""
+        """Make room for a graph that was compiled to be small before its step was known."""
         planned = graph.planned
         if planned is None or not planned.assignment.is_share_of_unknown or not self.calls:
             return
@@ -321,7 +327,7 @@ class Ledger:
             self.release_saved()
 
     def end_step(self) -> None:
-        """What was recorded is over."""
+        """The recorded step is over: plan its graphs together if it was observed."""
         calls, self.calls = self.calls, []
         if not self.recording.step_is_over():
             return
@@ -363,7 +369,7 @@ class Ledger:
                 call.graph.refuse(refusal)
 
     def forget_steps(self) -> None:
-        """All graphs will be compiled anew: those of the steps so far are not run again."""
+        """Drop what is known of steps: all graphs are compiled anew."""
         with self.lock:
             self.calls.clear()
             self.forms.clear()
@@ -384,10 +390,10 @@ class Ledger:
         return related([c for calls in forms for c in calls], self.calls)
 
     def unforeseen_call(self, graph: SharedGraph) -> None:
-        """More calls wait for their backward than the graph's plan knows of.
+        """More calls wait for their backward than the graph's plan foresees.
 
-        From here on it saves as little as it can, until the step is known: its next calls may be
-        many.  A step that is another one each time is looked at a few times only.
+        There may be many more calls to come, so the graph is compiled to save as little as possible
+        until the step is known.
         """
         self.recording.unforeseen_call()
         planned = graph.planned
@@ -404,10 +410,10 @@ class Ledger:
             self.save_least(graph, planned)
 
     def save_least(self, graph: SharedGraph, planned: Planned) -> None:
-        """Compile a graph to save as little as it can, unless it is small.
+        """Compile a graph to save as little as possible, unless it is small.
 
         Raises:
-            InfeasibleBudgetError: if that is too large beside what waits.
+            InfeasibleBudgetError: if there is no room for it beside the calls that wait.
         """
         assignment = self.first_assignment(True, graph)
         chosen, outside_bytes = planned.chosen, assignment.rest.outside_bytes
@@ -426,13 +432,13 @@ class Ledger:
             )
 
     def look_beside(self, graph: SharedGraph, kept_bytes: int) -> None:
-        """What lies beside ``graph`` changed; its budget holds all the same, before it runs.
+        """What lies beside ``graph`` changed: adjust what it may hold before it runs.
 
         Args:
             kept_bytes: gradients that its own parameters have.
 
         Raises:
-            InfeasibleBudgetError: if it cannot.
+            InfeasibleBudgetError: if there is no room for that.
         """
         with self.lock:
             graph.kept.last_bytes = kept_bytes
@@ -462,7 +468,7 @@ class Ledger:
             graph.mark_outdated()
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that was made late, or given more to do, is counted before it steps.
+        """Count an optimizer before its step, if it is new or has other parameters than before.
 
         Raises:
             InfeasibleBudgetError: if its step does not fit; graphs make room when they are called.
@@ -488,7 +494,7 @@ class Ledger:
         return [p for g in [graph, *alive] for p in g.kept.parameters()]
 
     def note_together(self, graph: SharedGraph, holding: Counter[int]) -> None:
-        """Graphs that wait for their backward at one time are of one step."""
+        """Note that graphs which wait for their backward at the same time belong to one step."""
         mine = self.together.setdefault(graph.serial, {graph.serial})
         for serial in holding:
             if serial not in mine:
@@ -499,7 +505,7 @@ class Ledger:
     def after_call(
         self, graph: SharedGraph, args: Sequence[Any], result: Any, before: Counter[int], node: Any
     ) -> GraphCall:
-        """Remember the call, as one of the step's."""
+        """Record the call."""
         with self.lock:
             call = Call.of(graph, args, result, before, node)
             if self.is_recording:
@@ -509,8 +515,11 @@ class Ledger:
     # In the backward of a step that is recorded
 
     def collect_garbage(self) -> None:
-        """Once in a step that is looked at: compiling leaves cycles, which hold the user's frames,
-        and with them what these frames have let go of."""
+        """Collect garbage once in an observed step, before its first backward.
+
+        Compiling leaves reference cycles that hold the user's frames, and with them tensors that
+        the user no longer holds.
+        """
         if self.recording.is_observing and all(c.live_outputs is None for c in self.calls):
             gc.collect()
 
@@ -542,7 +551,11 @@ class Ledger:
                 raise
 
     def check_handed_on(self, graph: SharedGraph, waiting: Waiting, planned: Planned) -> None:
-        """Whether somebody holds what the plan takes to be given up, and what then."""
+        """Make room if the caller still holds outputs or tangents that the plan takes to be gone.
+
+        Raises:
+            InfeasibleBudgetError: if there is none.
+        """
         call, assignment = waiting.call, planned.assignment
         if call is None or call.live_outputs is None:
             return
@@ -567,9 +580,9 @@ class Ledger:
         )
 
     def budget_of_holding(self, planned: Planned) -> int | None:
-        """What a graph was planned for, if its caller holds all that the plan takes to be given up.
+        """The budget of a graph whose caller holds all that its plan takes to be gone.
 
-        Such a step holds more without a budget too, and a share of that is a larger budget.
+        Such a step holds more without a budget as well, so a share of that is a larger budget.
         """
         budget_bytes = planned.assignment.budget_bytes
         if budget_bytes is None or self.options.budget.kind is not BudgetKind.SHARE:
@@ -585,7 +598,7 @@ class Ledger:
     def fit_backward(
         self, graph: SharedGraph, waiting: Waiting, planned: Planned, budget_bytes: int
     ) -> None:
-        """As `before_backward`."""
+        """As `before_backward`, for a step that is recorded."""
         outside_bytes = self.outside_bytes(graph, waiting)
         needed_bytes = outside_bytes + planned.chosen.backward_peak_bytes
         if waiting.call is not None and waiting.call.live_outputs is not None:
@@ -618,9 +631,9 @@ class Ledger:
             )
 
     def handed_on(self, waiting: Waiting) -> HandedOn:
-        """What nobody holds beside a call whose backward begins, as far as that can be seen now.
+        """The outputs and tangents of a call that nobody holds when its backward begins.
 
-        The gradients of what other graphs took are taken to be theirs to give away.
+        Tangents of outputs that other graphs took are assumed to be held by nobody else.
         """
         call = waiting.call
         if call is None or call.live_outputs is None:
@@ -665,7 +678,7 @@ class Ledger:
 
 
 def holds_tangents(call: GraphCall, assignment: Assignment) -> bool:
-    """Whether somebody seems to hold gradients that a plan takes to be given up."""
+    """Whether somebody seems to hold the tangents that a plan takes to be gone after their use."""
     if not assignment.handed_on.tangents:
         return False
     if assignment.holders:  # of the step that was looked at
@@ -713,7 +726,7 @@ def ledger_of(options: Options) -> Ledger:
 
 
 def forget_steps() -> None:
-    """``torch._dynamo.reset`` was called."""
+    """``torch._dynamo.reset`` was called: see `Ledger.forget_steps`."""
     with _LOCK:
         ledgers = list(_LEDGERS.values())
     for ledger in ledgers:

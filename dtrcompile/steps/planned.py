@@ -1,4 +1,4 @@
-"""What a graph was told when it was compiled, and what is known of it since."""
+"""`Assignment`: what a graph is compiled for.  `Planned` and `Code`: what came of that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from dtrcompile.outside.surroundings import NOTHING_BESIDE, Beside
+from dtrcompile.outside.surroundings import NO_SURROUNDINGS, SurroundingBytes
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.fitting.fit import Outcome, Terms, holding
 from dtrcompile.passes.fitting.measured import Measured
@@ -38,7 +38,7 @@ _MAX_CACHED_SIZES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a graph was told when it was last compiled.
+    """What a graph is compiled for: its budget, and what lies beside it.
 
     Attributes:
         budget_bytes: of the step, None: resolve the options' for this graph.
@@ -63,7 +63,7 @@ class Assignment:
     holders: tuple[int, ...] = ()
     sizes: Sizes | None = None
     number: int = 0
-    beside: Beside = NOTHING_BESIDE
+    beside: SurroundingBytes = NO_SURROUNDINGS
 
     @property
     def is_provisional(self) -> bool:
@@ -277,10 +277,10 @@ class Code:
 
     Attributes:
         function: to call.
-        what_is_known: tells what is known of it: more when its backward was compiled too.
-        restore: makes its report the graph's again, after what was compiled since.
+        what_is_known: returns what is known of it, which is more once its backward is compiled.
+        restore: makes its report the graph's current one again, whatever was compiled since.
         change_assignment: reports it for another assignment that its code is right for too.
-        assignment: what it was told.
+        assignment: what it was compiled for.
         requires: conditions on the symbols, beyond those that Dynamo checks.
     """
 

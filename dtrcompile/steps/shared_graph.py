@@ -1,4 +1,4 @@
-"""A compiled graph that can be compiled again, with what it was told and what is known of it.
+"""A compiled graph that can be compiled again: the callable that Dynamo runs.
 
 A `SharedGraph` is always in one state:
 
@@ -39,7 +39,12 @@ from torch import nn
 
 from dtrcompile.options import BudgetKind, Options
 from dtrcompile.outside.step_check import Expected, StepCheck, check_of
-from dtrcompile.outside.surroundings import Beside, KeptGradients, OptimizerSteps, Surroundings
+from dtrcompile.outside.surroundings import (
+    KeptGradients,
+    OptimizerSteps,
+    SurroundingBytes,
+    Surroundings,
+)
 from dtrcompile.outside.uncompiled import called_at, look_at_backward
 from dtrcompile.outside.watching import running
 from dtrcompile.passes.errors import InfeasibleBudgetError
@@ -124,7 +129,7 @@ class StepLedger(Protocol):
 
     @property
     def is_recording(self) -> bool:
-        """Whether calls are remembered, and may give up what they saved."""
+        """Whether calls are recorded, and may release what they saved."""
 
     def compile_first(self, graph: SharedGraph, more_follow: bool) -> None:
         """Compile a new graph beside what waits for its backward."""
@@ -262,7 +267,7 @@ class SharedGraph:
         return self.ledger.options.counts_optimizers
 
     def _begin_step(self, check: StepCheck) -> None:
-        """The step before is over: did the allocator see more than the budget in it?"""
+        """A step begins: have the allocator's peak of the step before compared with the budget."""
         options, planned = self.ledger.options, self.planned
         promised_bytes = self.promised_bytes()
         if planned is None or promised_bytes is None:
@@ -359,7 +364,7 @@ class SharedGraph:
         return self._chosen_for_dropped(values, advised)
 
     def _chosen_for_dropped(self, values: Values, refusal: InfeasibleBudgetError) -> Code:
-        """As if the gradients that are there were gone when backward begins: that is checked then.
+        """Choose as if the present gradients were dropped before backward; that is checked then.
 
         Raises:
             InfeasibleBudgetError: ``refusal``, if there is no room for them in forward either.
@@ -384,7 +389,7 @@ class SharedGraph:
         return own_bytes is None or held_bytes <= own_bytes
 
     def look_at_kept(self, parameters: list[torch.Tensor], planned: Planned | None) -> None:
-        """Backward begins, and there were gradients when forward did.
+        """Backward begins: see whether gradients that existed before forward have been dropped.
 
         Raises:
             InfeasibleBudgetError: if the budget rests on their being gone.
@@ -407,7 +412,7 @@ class SharedGraph:
             )
 
     def _hold_provisionally(self) -> None:
-        """Its step is not known yet, and more lies beside it than when it was compiled."""
+        """Compile a provisional graph again if what lies beside it leaves too little room."""
         planned = self.planned
         if planned is None or self.assignment.is_share_of_unknown:
             return
@@ -415,7 +420,7 @@ class SharedGraph:
         if own_bytes is not None and planned.own_peak_bytes > own_bytes:
             self.compile_again(self.assignment)
 
-    def beside(self) -> Beside:
+    def beside(self) -> SurroundingBytes:
         """What lies beside the graphs now, with the gradients that its parameters have."""
         is_dropped = self.is_stale and self.drops_stale
         return self.ledger.surroundings.current.with_kept(0 if is_dropped else self.kept_bytes)
@@ -473,11 +478,11 @@ class SharedGraph:
 
     @property
     def relies_on_others(self) -> bool:
-        """Whether it keeps its budget only if others give up what it hands on."""
+        """Whether its budget holds only if the caller drops what the graph hands on."""
         return self.assignment.handed_on != NOTHING_HANDED_ON
 
     def foresees(self, holding: Counter[int]) -> bool:
-        """Whether its plan knows that so many calls may wait when it is called."""
+        """Whether its plan allows for so many calls that wait when it is called."""
         return any(holding <= foreseen for foreseen in self.foreseen)
 
     def _forget(self, node: weakref.ref[Any]) -> None:
@@ -493,10 +498,10 @@ class SharedGraph:
         self.use(self.compile_with(assignment))
 
     def compile_again(self, assignment: Assignment) -> None:
-        """Replace the compiled code; used from the next call on.
+        """Compile it for another assignment, and use that code from the next call on.
 
         Raises:
-            InfeasibleBudgetError: then the old code stays.
+            InfeasibleBudgetError: if no plan fits; the old code then stays.
         """
         assignment = replace(assignment, sizes=self.code.sizes)
         if self.symbols:
@@ -504,7 +509,7 @@ class SharedGraph:
         self.use(self.compile_with(assignment))
 
     def keep(self, assignment: Assignment) -> None:
-        """Go on with the code, which is right for this assignment too."""
+        """Go on with the code that is there, which is right for this assignment too."""
         code = self.code
         code.change_assignment(assignment)
         own = code.assignment
@@ -559,7 +564,7 @@ class SharedGraph:
         return any(waits(n) for n in list(self.waiting))
 
     def drop_done(self) -> None:
-        """Forget the calls whose backward has run, though somebody holds their result."""
+        """Drop the calls whose backward has run, though somebody still holds their results."""
         for node in [n for n in list(self.waiting) if not waits(n)]:
             self._forget(node)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dtrcompile.options import Options
-from dtrcompile.outside.surroundings import NOTHING_BESIDE, Beside
+from dtrcompile.outside.surroundings import NO_SURROUNDINGS, SurroundingBytes
 from dtrcompile.outside.uncompiled import LossBytes
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.fit import as_it_is
@@ -64,7 +64,7 @@ class Form:
         calls: Sequence[GraphCall],
         graphs: Sequence[SharedGraph],
         others: Sequence[GraphCall],
-        beside: Beside,
+        beside: SurroundingBytes,
     ) -> None:
         self.sequence = [graphs.index(c.graph) for c in calls if c.graph.planned is not None]
         # Calls of which nothing was used, so that their backward never ran -> outputs' bytes.
@@ -132,7 +132,7 @@ class TrainingStep:
         self,
         forms: Sequence[Sequence[GraphCall]],
         options: Options,
-        beside: Beside = NOTHING_BESIDE,
+        beside: SurroundingBytes = NO_SURROUNDINGS,
         outliving: Sequence[GraphCall] = (),
     ) -> None:
         self.options = options
