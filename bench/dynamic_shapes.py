@@ -52,7 +52,7 @@ from dtrcompile.demo.gpt import GPT, GPTSizes
 from dtrcompile.demo.memory import static_bytes, trace_step
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
-from dtrcompile.shared_graph import SharedGraph
+from dtrcompile.steps.shared_graph import SharedGraph
 
 CALLS, QUICK_CALLS = 20, 5
 TOLERANCE = 1e-4

@@ -32,7 +32,7 @@ from dtrcompile.report import CompileReport, clear_reports, reports
 
 if TYPE_CHECKING:
     from dtrcompile.largest_size import Largest, SizePoint, largest
-    from dtrcompile.watching import Watch, watch
+    from dtrcompile.outside.watching import Watch, watch
 
 __version__ = "0.1.0"
 
@@ -40,9 +40,9 @@ __version__ = "0.1.0"
 _WITH_TORCH = {
     "Largest": "largest_size",
     "SizePoint": "largest_size",
-    "Watch": "watching",
+    "Watch": "outside.watching",
     "largest": "largest_size",
-    "watch": "watching",
+    "watch": "outside.watching",
 }
 
 

@@ -51,7 +51,7 @@ INDUCTOR_MODES = (
     "reduce-overhead",
 )
 
-_MOST_BYTES = 2**63 - 1
+_MAX_BYTES = 2**63 - 1
 _UNIT_BYTES = {
     "": 1,
     "b": 1,
@@ -200,7 +200,7 @@ def _parse_amount(value: object, what: str) -> Budget:
         raise OptionError(f"{what} must be an amount of memory, not {value}. Give {_FORMS}.")
     if isinstance(value, numbers.Integral):
         size_bytes = int(value)
-        if abs(size_bytes) > _MOST_BYTES:
+        if abs(size_bytes) > _MAX_BYTES:
             raise OptionError(f"{what} is more bytes than any device has (above 2**63 - 1).")
         return Budget(BudgetKind.BYTES, size_bytes, text=str(size_bytes))
     if isinstance(value, numbers.Real):
@@ -208,7 +208,7 @@ def _parse_amount(value: object, what: str) -> Budget:
         if not math.isfinite(share):
             raise OptionError(f"{what} must be finite, not {share}. Give {_FORMS}.")
         if share > 1:
-            hint = f": {int(share)}" if share.is_integer() and share < _MOST_BYTES else ""
+            hint = f": {int(share)}" if share.is_integer() and share < _MAX_BYTES else ""
             raise OptionError(
                 f"{what} is the float {share}, and a float is a share of the unbudgeted peak, at"
                 f" most 1.0. Use an int for bytes{hint}, or a string such as '8GiB'."
@@ -257,7 +257,7 @@ def _parse_text(text: str, what: str) -> Budget:
             " bytes, such as '8GiB'."
         )
     size_bytes = math.floor(number * _UNIT_BYTES[unit])
-    if abs(size_bytes) > _MOST_BYTES:
+    if abs(size_bytes) > _MAX_BYTES:
         raise OptionError(
             f"{what} is {_show(text)}, more bytes than any device has (above 2**63 - 1)."
         )

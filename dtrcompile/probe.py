@@ -7,42 +7,17 @@ report changes.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dtrcompile.backend import compile_graph
+from dtrcompile.compilation.probing import ProbedPlan, probing
 from dtrcompile.options import Options
 from dtrcompile.passes.errors import CaptureError, wrapped_error
 from dtrcompile.passes.fitting.fit import Outcome
-
-
-class ProbedPlan(BaseException):
-    """Carries what was planned; not an error, so nothing on the way treats it as one."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__()
-        self.outcome = outcome
-
-
-_PROBING: ContextVar[bool] = ContextVar("dtrcompile_probing", default=False)
-
-
-def is_probing() -> bool:
-    """Whether what is planned is only to be told."""
-    return _PROBING.get()
-
-
-@contextlib.contextmanager
-def _probing() -> Iterator[None]:
-    token = _PROBING.set(True)
-    try:
-        yield
-    finally:
-        _PROBING.reset(token)
 
 
 def planned_outcome(
@@ -62,8 +37,6 @@ def planned_outcome(
         InfeasibleBudgetError: if no plan fits.
         CaptureError: if the model does not compile as one graph.
     """
-    from dtrcompile.backend import compile_graph
-
     marked: list[Any] = list(inputs)
     for index, dimension in (dynamic_dimensions or {}).items():
         value = marked[index]
@@ -81,7 +54,7 @@ def planned_outcome(
         dynamic=None if dynamic_dimensions else False,
     )
     try:
-        with _probing(), torch.enable_grad():
+        with probing(), torch.enable_grad():
             compiled(*marked)
     except ProbedPlan as planned:
         return planned.outcome

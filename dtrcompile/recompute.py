@@ -1,7 +1,7 @@
 """`recompute`: what runs inside keeps its inputs only, whatever the budget.
 
 The one-line scope for what the user knows better than any planner, in the manner of OneFlow's
-checkpointing scope.  It is a wish, not a plan: what is inside is computed again in backward from
+checkpointing scope.  It is a request, not a plan: what is inside is computed again in backward from
 what goes in; random numbers are not drawn again; and below the budget the planner may recompute
 more.
 """

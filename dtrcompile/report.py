@@ -19,7 +19,7 @@ logger = logging.getLogger("dtrcompile")
 
 # A process that recompiles for ever must not grow for ever.
 MOST_REPORTS = 1000
-_MOST_NAMES = 5
+_MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class CompileReport:
         planner: what made the plan.
         planning_s: seconds spent on planning.
         lowering_s: seconds spent on looking at the compiler's schedule for the plan.
+        is_plan_from_disk: an earlier process made the plan, and kept it in the cache folder.
         outside_bytes: what is there beside this graph: other graphs of the step, and ``beside``;
             the budget is the whole step's, the peaks are this graph's.
         step_peak_bytes: the most that the graphs of the step and what is beside them hold while
@@ -82,6 +83,7 @@ class CompileReport:
     planner: str = ""
     planning_s: float = 0.0
     lowering_s: float = 0.0
+    is_plan_from_disk: bool = False
     outside_bytes: int = 0
     step_peak_bytes: int = 0
     beside: Mapping[str, int] = field(default_factory=dict)
@@ -135,7 +137,7 @@ class CompileReport:
             ("saved for backward", format_bytes(self.saved_bytes)),
             ("overhead", f"{self.overhead:.3f} x the baseline's compute"),
             ("recomputed", self._recomputed_text()),
-            ("planner", f"{self.planner or '-'}, {self.planning_s:.2f} s"),
+            ("planner", self._planner_text()),
         ]
         of_graphs = self.outside_bytes - sum(self.beside.values())
         if of_graphs > 0:
@@ -171,14 +173,22 @@ class CompileReport:
             text += f" ({size_bytes / self.baseline_peak_bytes:.1%} of the baseline)"
         return text
 
+    def _planner_text(self) -> str:
+        name, seconds = self.planner or "-", f"{self.planning_s:.2f} s"
+        return (
+            f"{name}, read from disk in {seconds}"
+            if self.is_plan_from_disk
+            else f"{name}, {seconds}"
+        )
+
     def _recomputed_text(self) -> str:
         if not self.recomputed:
             return f"none of {self.operators} operators"
         most = sorted(self.recomputed.items(), key=lambda item: (-item[1], item[0]))
         names = ", ".join(
-            f"{name} x{runs}" if runs > 1 else name for name, runs in most[:_MOST_NAMES]
+            f"{name} x{runs}" if runs > 1 else name for name, runs in most[:_MAX_NAMES]
         )
-        more = f", and {len(most) - _MOST_NAMES} more" if len(most) > _MOST_NAMES else ""
+        more = f", and {len(most) - _MAX_NAMES} more" if len(most) > _MAX_NAMES else ""
         return (
             f"{len(self.recomputed)} of {self.operators} operators, {self.recomputed_runs}"
             f" extra runs: {names}{more}"

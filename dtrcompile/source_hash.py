@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from functools import lru_cache
 from pathlib import Path
+
+from dtrcompile.passes.source_hash import hash_of_folder
 
 
 @lru_cache(maxsize=1)
 def package_hash() -> str:
-    """Hex digest over every Python file of the package, names and contents."""
-    root = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in python_files(root):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
-        digest.update(path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def python_files(root: Path) -> list[Path]:
-    """Every Python file below ``root``, in one order on every machine.
-
-    ``passes`` is a link in a checkout and a folder in an installation; ``Path.rglob`` follows no
-    links.
-    """
-    return sorted(
-        Path(folder, name)
-        for folder, _, names in os.walk(root, followlinks=True)
-        for name in names
-        if name.endswith(".py")
-    )
+    """Hex digest of the source that was imported."""
+    return hash_of_folder(Path(__file__).parent)

@@ -1,15 +1,13 @@
-"""A hash of source files, so that what another version made is never served."""
+"""A hash of source files, so that compiled code and plans of another version are never served."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from functools import lru_cache
 from pathlib import Path
 
 
-@lru_cache(maxsize=8)
-def source_hash(root: Path) -> str:
+def hash_of_folder(root: Path) -> str:
     """Hex digest over every Python file below ``root``, names and contents."""
     digest = hashlib.sha256()
     for path in python_files(root):
@@ -21,8 +19,8 @@ def source_hash(root: Path) -> str:
 def python_files(root: Path) -> list[Path]:
     """Every Python file below ``root``, in one order on every machine.
 
-    ``passes`` is a link in a checkout and a folder in an installation; ``Path.rglob`` follows no
-    links.
+    No folder is named here, so none can be forgotten.  ``passes`` is a link in a checkout and a
+    folder in an installation; ``Path.rglob`` follows no links.
     """
     return sorted(
         Path(folder, name)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from dtrcompile.passes.source_hash import source_hash
+from dtrcompile.passes.source_hash import hash_of_folder
 from dtrcompile.passes.torch_private import (
     CacheArtifactManager,
     cache_dir,
@@ -216,7 +216,7 @@ def _installation() -> tuple[object, ...]:
         torch_key(),
         torch.__version__,
         torch.version.cuda,
-        source_hash(Path(__file__).parents[1]),
+        hash_of_folder(Path(__file__).parents[1]),
         torch.backends.cpu.get_cpu_capability(),
         devices,
     )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dtrcompile
-from dtrcompile.outside import told
+from dtrcompile.outside.uncompiled import told
 from tests.integration.helpers import compile_dtr
 from tests.integration.test_outside import line_of
 

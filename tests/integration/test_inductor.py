@@ -27,7 +27,7 @@ from torch._inductor.scheduler import Scheduler
 from torch.nn.attention.flex_attention import flex_attention
 
 import dtrcompile
-from dtrcompile import backend
+from dtrcompile.compilation import planning
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
 from dtrcompile.passes.fitting.inductor_model import InductorModel
@@ -666,7 +666,7 @@ def test_blocks_larger_than_their_tensors_are_counted() -> None:
     module.zero_grad(set_to_none=True)
     compiled = compile_dtr(module, "70%", compiler="inductor")
     native = Allocator(512, splits_all=False)
-    with mock.patch.object(backend, "allocator_of", lambda _: native):
+    with mock.patch.object(planning, "allocator_of", lambda _: native):
         compiled(x).backward()
     assert relative_error(gradients_of(module), expected) <= SAME
     (report,) = dtrcompile.reports()

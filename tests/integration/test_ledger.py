@@ -22,8 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
 from bench import several_graphs
-from dtrcompile import backend, training_step, waiting
+from dtrcompile.backend import dtr
+from dtrcompile.compilation import eager
 from dtrcompile.passes.errors import ChangedInputError, InfeasibleBudgetError
+from dtrcompile.steps import training_step, waiting
+from dtrcompile.steps.calls import Call
 from tests.integration.helpers import (
     compile_dtr,
     gradients_of,
@@ -162,8 +165,8 @@ def test_a_refused_step_is_no_other_models(is_first_step: bool) -> None:
                 raise InfeasibleBudgetError(1)
             return original(*args, **kwargs)
 
-        original = backend._plan
-        with mock.patch.object(backend, "_plan", plan), raises_dtr(InfeasibleBudgetError):
+        original = eager.plan_step
+        with mock.patch.object(eager, "plan_step", plan), raises_dtr(InfeasibleBudgetError):
             compiled(x)
     else:
         # In the first step before the backward that finds no room, later before the step.
@@ -231,7 +234,7 @@ def blocks_and_batch() -> tuple[nn.ModuleList, Tensor]:
 def compile_each(blocks: nn.ModuleList, budget: object, compiler: str) -> None:
     """Regional compilation: one graph, called once for each block."""
     for block in blocks:
-        block.compile(backend=backend.dtr, options={"budget": budget, "compiler": compiler})
+        block.compile(backend=dtr, options={"budget": budget, "compiler": compiler})
 
 
 def run_all(blocks: nn.ModuleList, x: Tensor) -> Tensor:
@@ -333,7 +336,7 @@ def test_a_step_that_is_another_each_time_is_not_compiled_again_for_ever() -> No
     module, x = Block(), torch.randn(BATCH, WIDTH)
     compiled = compile_dtr(module, "min", compiler="eager")
     counts = []
-    with mock.patch.object(backend, "_plan", wraps=backend._plan) as plan:
+    with mock.patch.object(eager, "plan_step", wraps=eager.plan_step) as plan:
         for step in range(24):
             losses = [compiled(x).square().mean() for _ in range(1 + step % 3)]
             torch.stack(losses).sum().backward()
@@ -379,7 +382,7 @@ def test_checkpointed_blocks_are_computed_again_by_the_code_they_ran_with(
     expected = step()
     options = {"budget": "min", "compiler": "eager", "several_graphs": several_graphs}
     for block in blocks:
-        block.compile(backend=backend.dtr, options=options)
+        block.compile(backend=dtr, options=options)
     for _ in range(4):
         assert relative_error(step(), expected) <= SAME
 
@@ -455,16 +458,16 @@ class Adversaries:
 
 
 @contextmanager
-def _noting_let_go() -> Iterator[list[bool]]:
+def _noting_releases() -> Iterator[list[bool]]:
     """Whether each call that was asked to give up what it saved did."""
     answers: list[bool] = []
-    original = waiting.Waiting.let_go
+    original = waiting.Waiting.release_saved
 
-    def let_go(call: waiting.Waiting) -> bool:
+    def release_saved(call: waiting.Waiting) -> bool:
         answers.append(original(call))
         return answers[-1]
 
-    with mock.patch.object(waiting.Waiting, "let_go", let_go):
+    with mock.patch.object(waiting.Waiting, "release_saved", release_saved):
         yield answers
 
 
@@ -473,7 +476,7 @@ def test_a_graph_that_finds_no_room_has_earlier_ones_compute_again() -> None:
     expected = Adversaries().train(lambda m: compile_dtr(m, 10**9, compiler="eager"), 4)
     dtrcompile.clear_reports()
     torch._dynamo.reset()
-    with _noting_let_go() as calls:
+    with _noting_releases() as calls:
         found = Adversaries().train(lambda m: compile_dtr(m, 2_400_000, compiler="eager"), 4)
     assert any(calls)
     # The masks of a dropout that is computed again are those of the first time.
@@ -586,8 +589,8 @@ def test_calls_that_are_too_many_for_the_budget_are_refused_in_the_first_step() 
 def test_gradients_that_calls_accumulate_are_counted_once() -> None:
     """Backward runs from the last call to the first."""
 
-    def call(parameters: dict[int, int], graph: object = mock.Mock()) -> training_step.Call:
-        return training_step.Call(graph, {}, parameters, {}, Counter(), True)  # type: ignore[arg-type]
+    def call(parameters: dict[int, int], graph: object = mock.Mock()) -> Call[Any]:
+        return Call(graph, {}, parameters, {}, Counter(), True)  # type: ignore[arg-type]
 
     unplanned = mock.Mock(planned=None)
     calls = [call({1: 10, 2: 20}), call({2: 20, 3: 30}), call({9: 9}, unplanned), call({3: 30})]
@@ -599,7 +602,7 @@ def test_what_the_first_step_ran_with_stays_if_nothing_better_is_found() -> None
     compiled = compile_dtr(module, 4_000_000, compiler="eager", several_graphs=True)
     compiled(x).backward()
     first = [(r.recomputed, r.saved_bytes) for r in dtrcompile.reports()]
-    with mock.patch.object(training_step.Step, "shared", lambda *_: None):
+    with mock.patch.object(training_step.TrainingStep, "shared", lambda *_: None):
         for _ in range(2):
             compiled(x).backward()
     reports = dtrcompile.reports()
@@ -661,7 +664,7 @@ def _shard(port: int, folder: str) -> None:
         for name, options in {
             "plain": {"backend": "inductor"},
             "dtr": {
-                "backend": backend.dtr,
+                "backend": dtr,
                 "options": {"budget": FOUR_MIB, "compiler": "inductor"},
             },
         }.items():
@@ -807,7 +810,7 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
     budget = dtrcompile.reports()[-1].baseline_peak_bytes * 70 // 100
     torch._dynamo.reset()
     compiled = compile_dtr(module, budget, compiler="eager")
-    with _noting_let_go() as let_go:
+    with _noting_releases() as released:
         for is_held in (False, False, True, True, True):
             for m in (module, reference):
                 m.zero_grad(set_to_none=True)
@@ -820,7 +823,7 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
             assert relative_error(gradients_of(module), gradients_of(reference)) <= SAME
             assert dtrcompile.reports()[-1].promised_peak_bytes <= budget
             result = None
-    assert any(let_go)
+    assert any(released)
 
 
 @pytest.mark.parametrize("gone", ["reset", "deleted"])

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtrcompile
-from dtrcompile.outside import forget, graph_break, told
+from dtrcompile.outside.uncompiled import forget, graph_break, told
 from dtrcompile.passes.torch_private import counters
 from tests.integration.helpers import compile_dtr
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import dtrcompile
-from dtrcompile import shared_graph
-from dtrcompile.outside import forget, told
-from dtrcompile.step_check import Expected, StepCheck
+from dtrcompile.outside.step_check import Expected, StepCheck
+from dtrcompile.outside.uncompiled import forget, told
+from dtrcompile.steps import shared_graph
 from tests.integration.helpers import compile_dtr
 from tests.integration.test_outside import line_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dtrcompile
-from dtrcompile import backend
+from dtrcompile.compilation import inductor, session
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.inductor import LoweredStep, ScheduleTrace, trace
 from tests.integration.helpers import compile_dtr, raises_dtr
@@ -30,7 +30,7 @@ def verifications() -> list[str]:
 def test_the_executor_counts_as_it_runs() -> None:
     model, x = model_and_batch()
     compile_dtr(model, "min")(x).sum().backward()
-    assert verifications() == [backend.COUNTED]
+    assert verifications() == [session.COUNTED]
 
 
 @pytest.mark.inductor
@@ -38,10 +38,10 @@ def test_the_executor_counts_as_it_runs() -> None:
 def test_a_step_is_verified_when_all_of_it_is_compiled(budget: object) -> None:
     model, x = model_and_batch()
     loss = compile_dtr(model, budget, compiler="inductor")(x).sum()
-    assert verifications() == [backend.NOT_YET]
+    assert verifications() == [session.NOT_YET]
     loss.backward()
-    assert verifications() == [backend.VERIFIED]
-    assert backend.VERIFIED in str(dtrcompile.reports()[0])
+    assert verifications() == [session.VERIFIED]
+    assert session.VERIFIED in str(dtrcompile.reports()[0])
 
 
 @pytest.mark.inductor
@@ -49,7 +49,7 @@ def test_an_evaluation_is_verified() -> None:
     model, x = model_and_batch()
     with torch.no_grad():
         compile_dtr(model, 10**9, compiler="inductor")(x)
-    assert verifications() == [backend.VERIFIED]
+    assert verifications() == [session.VERIFIED]
 
 
 @pytest.mark.inductor
@@ -57,7 +57,7 @@ def test_the_option_leaves_it_out() -> None:
     model, x = model_and_batch()
     compile_dtr(model, "min", compiler="inductor", verify=False)(x).sum().backward()
     (verification,) = verifications()
-    assert verification == backend.UNVERIFIED + "the option 'verify' is off"
+    assert verification == session.UNVERIFIED + "the option 'verify' is off"
 
 
 def with_more(lowered: LoweredStep, more_bytes: int) -> ScheduleTrace:
@@ -80,10 +80,10 @@ def test_the_promise_is_that_of_the_compiled_code(monkeypatch: pytest.MonkeyPatc
     model.zero_grad(set_to_none=True)
 
     budget = planned.promised_peak_bytes + 4096
-    monkeypatch.setattr(backend, "trace", lambda lowered: with_more(lowered, 1024))
+    monkeypatch.setattr(inductor, "trace", lambda lowered: with_more(lowered, 1024))
     compile_dtr(model, budget, compiler="inductor")(x).sum().backward()
     (report,) = dtrcompile.reports()
-    assert report.verification == backend.VERIFIED
+    assert report.verification == session.VERIFIED
     assert planned.promised_peak_bytes < report.promised_peak_bytes <= budget
     assert sum(report.promised_split.values()) == report.promised_peak_bytes
 
@@ -91,6 +91,6 @@ def test_the_promise_is_that_of_the_compiled_code(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.inductor
 def test_compiled_code_above_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = model_and_batch()
-    monkeypatch.setattr(backend, "trace", lambda lowered: with_more(lowered, 1 << 20))
+    monkeypatch.setattr(inductor, "trace", lambda lowered: with_more(lowered, 1 << 20))
     with raises_dtr(VerificationError, "more than the", "promised"):
         compile_dtr(model, "50%", compiler="inductor")(x).sum().backward()

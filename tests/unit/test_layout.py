@@ -1,10 +1,10 @@
-"""`docs/layout.md` is what the code is: which folder may import which, and where torch may be."""
+"""`docs/layout.md` is what the code is: which modules there are, and which may import which."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +23,27 @@ def layers() -> dict[str, tuple[int, bool]]:
 
 
 LAYERS = layers()
+
+
+def rooms() -> dict[str, int]:
+    """Folder or module of ``dtrcompile`` -> its line, counted from below."""
+    (block,) = re.findall(r"```rooms\n(.*?)```", LAYOUT, re.DOTALL)
+    return {line.split()[0]: i for i, line in enumerate(block.strip().splitlines()[::-1])}
+
+
+ROOMS = rooms()
+
+
+def listed_modules() -> set[str]:
+    """Paths of the modules of ``dtrcompile`` in the tree at the top of the page."""
+    (block,) = re.findall(r"```\ndtrcompile/.*?\n(.*?)```", LAYOUT, re.DOTALL)
+    found, folder = set(), ""
+    for indent, name in re.findall(r"^( +)(\w+(?:/|\.py)) ", block, re.MULTILINE):
+        if name.endswith("/"):
+            folder = name
+        else:
+            found.add(name if len(indent) == 2 else folder + name)
+    return found
 
 
 def modules() -> dict[str, Path]:
@@ -85,6 +106,41 @@ def layer(name: str) -> int | None:
     return LAYERS[rest.split(".")[0]][0] if found and not head else None
 
 
+def room(name: str) -> str:
+    """Of a module of the package."""
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+OWN = sorted(m for m in MODULES if room(m) != "passes")
+
+
+def test_every_room_has_a_line() -> None:
+    top = {p.stem for p in (ROOT / "dtrcompile").iterdir() if p.suffix == ".py" or p.is_dir()}
+    assert top - {"__pycache__"} == ROOMS.keys()
+
+
+def test_every_module_beside_the_passes_is_listed() -> None:
+    found = {MODULES[m].relative_to(ROOT / "dtrcompile").as_posix() for m in OWN}
+    assert listed_modules() == {path for path in found if not path.endswith("__init__.py")}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_no_room_imports_from_a_line_above(name: str) -> None:
+    for imported in imports_of(name) & MODULES.keys():
+        assert ROOMS[room(imported)] <= ROOMS[room(name)], f"{name} imports {imported}, from above"
+
+
+def test_no_modules_beside_the_passes_need_one_another_in_a_circle() -> None:
+    """Not even inside of functions, or for annotations alone."""
+    refuse_circles(OWN, imports_of, OWN)
+
+
+def test_a_circle_is_found() -> None:
+    imports = {"a": frozenset({"b"}), "b": frozenset({"c"}), "c": frozenset({"b"})}
+    with pytest.raises(AssertionError, match="b imports c imports b"):
+        refuse_circles(["a"], imports.__getitem__, imports.keys())
+
+
 def test_every_folder_has_a_line() -> None:
     top = {p.stem for p in (ROOT / "passes").iterdir() if p.suffix == ".py" or p.is_dir()}
     assert top - {"__init__", "__pycache__"} == LAYERS.keys()
@@ -127,18 +183,27 @@ def test_torch_is_not_imported_at_any_remove(name: str) -> None:
                 waiting.append(imported)
 
 
-def test_no_modules_import_one_another_in_a_circle() -> None:
-    """When they are loaded: a circle then depends on who is imported first."""
+def refuse_circles(
+    names: Iterable[str],
+    imports: Callable[[str], Collection[str]],
+    modules: Collection[str] = MODULES.keys(),
+) -> None:
+    """Fails if following imports from any of these modules leads back to where it has been."""
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, " imports ".join([*path[path.index(name) :], name])
         if name in done:
             return
-        for imported in sorted(imports_when_loaded(name) & MODULES.keys()):
+        for imported in sorted(set(imports(name)) & set(modules)):
             if imported != name:
                 visit(imported, (*path, name))
         done.add(name)
 
-    for name in MODULES:
+    for name in names:
         visit(name, ())
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """When they are loaded: a circle then depends on who is imported first."""
+    refuse_circles(MODULES, imports_when_loaded)

@@ -5,19 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import weakref
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-
-from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.options import Options
-from dtrcompile.outside import LossBytes
-from dtrcompile.passes.device.allocators import EXACT, Allocator
+from dtrcompile.outside.surroundings import NO_SURROUNDINGS, SurroundingBytes
+from dtrcompile.outside.uncompiled import LossBytes
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.fit import as_it_is
 from dtrcompile.passes.fitting.sharing import (
@@ -30,178 +23,22 @@ from dtrcompile.passes.fitting.sharing import (
     step_peak_bytes,
     with_rest,
 )
-from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
+from dtrcompile.passes.graphs.capture import NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.planning.planners import make_planner, minimum_plan
 from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.program.replay import replay
-from dtrcompile.passes.torch_private import FakeTensor, storage_use_count
-from dtrcompile.planned import Assignment, Planned
-from dtrcompile.shared_graph import SharedGraph
-from dtrcompile.waiting import PYTHONS_HOLD, are_unheld, saved_tensors, waits
+from dtrcompile.steps.calls import external_bytes
+from dtrcompile.steps.planned import Assignment, Planned
+from dtrcompile.steps.shared_graph import GraphCall, SharedGraph, planned_of
 
 log = logging.getLogger("dtrcompile")
 
-# Times that a share is lowered when the measured graphs turn out larger than the planned ones.
-_MOST_TRIES = 4
-_LESS = 0.85
+# Attempts at a share, and what it is multiplied by when the measured graphs turn out larger than
+# the planned ones.
+_MAX_ATTEMPTS = 4
+_SHARE_FACTOR = 0.85
 # A graph that is the whole step is planned again if this part of its peak is not there.
 _WORTHWHILE = 0.02
-
-
-@dataclass
-class Call:
-    """One call of a graph: addresses and bytes of its tensors.
-
-    Attributes:
-        parameters: inputs that gradients are accumulated for.
-        before: calls of each graph that held what they saved.
-        node: autograd's, of a call that awaits its backward.
-        given: storages of its inputs by address.
-        storages, addresses: of what it returned; None for what is no tensor.
-        has_gradient: of what it returned, whether autograd made it a part of its graph.
-        live_outputs: indices of what was still held when its backward began.
-        loss: what is held between it and the loss, above what it returned and nobody held any more;
-            None where that is not known.
-        holders: of the gradients that its backward was given.
-        held_tangent_bytes: of these gradients, what somebody held when its backward was done; None
-            before that.
-        is_unused: its backward has not run; None where that is not known.
-        outliving: of `inputs`, those that were still there when the next step began.
-    """
-
-    graph: SharedGraph
-    inputs: dict[int, int]
-    parameters: dict[int, int]
-    outputs: dict[int, int]
-    before: Counter[int]
-    awaits_backward: bool
-    node: weakref.ref[Any] | None = None
-    given: dict[int, StorageWeakRef] = field(default_factory=dict)
-    storages: Sequence[StorageWeakRef | None] = ()
-    addresses: Sequence[int] = ()
-    has_gradient: Sequence[bool] = ()
-    live_outputs: frozenset[int] | None = None
-    loss: LossBytes | None = None
-    holders: tuple[int, ...] = ()
-    held_tangent_bytes: int | None = None
-    is_unused: bool | None = None
-    outliving: dict[int, int] = field(default_factory=dict)
-
-    @staticmethod
-    def of(
-        graph: SharedGraph, args: Sequence[Any], result: Any, before: Counter[int], node: Any
-    ) -> Call:
-        """From what the graph was called with, and returned."""
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        leaves = [a for a in args if isinstance(a, torch.Tensor) and a.is_leaf]
-        parameters = [a for a in leaves if a.requires_grad]
-        allocator = EXACT if graph.planned is None else graph.planned.allocator
-        inputs, accumulated, outputs = (
-            _storages(values, allocator) for values in (args, parameters, results)
-        )
-        is_training = node is not None
-        reference = weakref.ref(node) if is_training else None
-        storages = [StorageWeakRef(r.untyped_storage()) if is_counted(r) else None for r in results]
-        given = {
-            s.data_ptr(): StorageWeakRef(s)
-            for a in args
-            if is_counted(a)
-            for s in [a.untyped_storage()]
-        }
-        addresses = [r.untyped_storage().data_ptr() if is_counted(r) else 0 for r in results]
-        return Call(
-            graph,
-            inputs,
-            accumulated,
-            outputs,
-            before,
-            is_training,
-            reference,
-            given,
-            storages,
-            addresses,
-            [isinstance(r, torch.Tensor) and r.grad_fn is not None for r in results],
-        )
-
-    def see_next_step(self) -> None:
-        """Another step begins: which of the inputs are there beside its own?"""
-        self.outliving = {
-            address: size
-            for address, size in self.inputs.items()
-            if address in self.given and not self.given[address].expired()
-        }
-
-    @property
-    def has_live_results(self) -> bool:
-        """Whether somebody holds something that it returned."""
-        return any(s is not None and not s.expired() for s in self.storages)
-
-    @property
-    def live_bytes(self) -> int:
-        """Of the outputs that were still held when its backward began, its inputs left out."""
-        return self.bytes_of(self.live_outputs or ())
-
-    def bytes_of(self, indices: Iterable[int]) -> int:
-        """Of outputs, each storage once, without what the call was given."""
-        addresses = {self.addresses[i] for i in indices} - self.inputs.keys()
-        return sum(size for address, size in self.outputs.items() if address in addresses)
-
-    def gone_bytes(self, taken: set[int]) -> int:
-        """Of the outputs that no call takes, those that nobody held when its backward began."""
-        gone = self.handed_on.outputs or frozenset()
-        addresses = {self.addresses[i] for i in gone} - taken
-        return sum(size for address, size in self.outputs.items() if address in addresses)
-
-    def see_backward(self, holders: tuple[int, ...], node: Any, loss: LossBytes | None) -> None:
-        """The backward of ``node`` begins; what the graph itself saved is not held by others.
-
-        Args:
-            loss: what is held between graphs and the loss.
-        """
-        counts = {
-            i: storage_use_count(s.cdata)
-            for i, s in enumerate(self.storages)
-            if s is not None and not s.expired()
-        }
-        saved = saved_tensors(node) or ()
-        own = Counter(t.untyped_storage()._cdata for t in saved if is_counted(t))
-        del saved
-        storages = {i: s.cdata for i, s in enumerate(self.storages) if s is not None}
-        # Autograd saves a tensor of its own in place of an output with a gradient, so that saving
-        # makes no cycle.  Of any other output it saves the tensor itself, which the caller may
-        # hold too.
-        self.live_outputs = frozenset(
-            i
-            for i, n in counts.items()
-            if not self.has_gradient[i] or n > own[storages[i]] + PYTHONS_HOLD
-        )
-        self.holders = holders
-        if loss is not None:
-            # What the operators read and nobody else holds is gone when they are done.
-            gone_bytes = self.gone_bytes(set())
-            self.loss = replace(loss, peak_bytes=max(0, loss.peak_bytes - gone_bytes))
-
-    @property
-    def handed_on(self) -> HandedOn:
-        """What nobody held in its backward."""
-        if self.live_outputs is None:
-            return NOTHING_HANDED_ON
-        returned = {i for i, s in enumerate(self.storages) if s is not None}
-        are_given = self.held_tangent_bytes == 0 and are_unheld(self.holders)
-        return HandedOn(frozenset(returned - self.live_outputs), are_given)
-
-    @property
-    def kept_tangent_bytes(self) -> int:
-        """Of the gradients that its backward was given, what is held beyond that.
-
-        Before PyTorch 2.13 autograd holds all of them until backward returns, and no longer.
-        """
-        return (self.held_tangent_bytes or 0) if ALL_HANDED_ON.tangents else 0
-
-    @property
-    def is_done(self) -> bool:
-        """Whether its backward has run."""
-        return self.node is not None and not self.is_unused and not waits(self.node)
 
 
 class Form:
@@ -224,10 +61,10 @@ class Form:
 
     def __init__(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[GraphCall],
         graphs: Sequence[SharedGraph],
-        others: Sequence[Call],
-        beside: Beside,
+        others: Sequence[GraphCall],
+        beside: SurroundingBytes,
     ) -> None:
         self.sequence = [graphs.index(c.graph) for c in calls if c.graph.planned is not None]
         # Calls of which nothing was used, so that their backward never ran -> outputs' bytes.
@@ -279,7 +116,7 @@ class Form:
         ]
 
 
-class Step:
+class TrainingStep:
     """The graphs of a step, and what they hold together, in each form that the step takes.
 
     Args:
@@ -293,10 +130,10 @@ class Step:
 
     def __init__(
         self,
-        forms: Sequence[Sequence[Call]],
+        forms: Sequence[Sequence[GraphCall]],
         options: Options,
-        beside: Beside = NOTHING_BESIDE,
-        outliving: Sequence[Call] = (),
+        beside: SurroundingBytes = NO_SURROUNDINGS,
+        outliving: Sequence[GraphCall] = (),
     ) -> None:
         self.options = options
         self.beside = beside
@@ -449,9 +286,9 @@ class Step:
         first_bytes = self.peak(self.held())
         peak_operator = ""
         scale = 1.0
-        for attempt in range(_MOST_TRIES):
+        for attempt in range(_MAX_ATTEMPTS):
             planned = self.shared(demands, scale, budget_bytes)
-            last = attempt == _MOST_TRIES - 1 or planned is None
+            last = attempt == _MAX_ATTEMPTS - 1 or planned is None
             if planned is None and first_bytes > budget_bytes:
                 planned = [self.least(i) for i in range(len(self.graphs))]
             if planned is None:
@@ -463,7 +300,7 @@ class Step:
                 if last:
                     peak_operator = refusal.operator
                     break
-            scale *= _LESS
+            scale *= _SHARE_FACTOR
         for graph, code in zip(self.graphs, codes, strict=True):
             if graph.code is not code:
                 graph.use(code)
@@ -627,48 +464,7 @@ class Step:
         self.keep_all(budget_bytes)
 
 
-def planned_of(graph: SharedGraph) -> Planned:
-    """What is known of a graph that was planned."""
-    assert graph.planned is not None
-    return graph.planned
-
-
-def _storages(values: Sequence[Any], allocator: Allocator) -> dict[int, int]:
-    """Address -> bytes of the storages of tensors; no tensor is held."""
-    return {
-        v.untyped_storage().data_ptr(): allocator.block_bytes(v.untyped_storage().nbytes())
-        for v in values
-        if is_counted(v)
-    }
-
-
-def is_counted(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether this has bytes of its own."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and not isinstance(value, FakeTensor)
-    )
-
-
-def external_bytes(calls: Sequence[Call], others: Sequence[Call] = ()) -> int:
-    """Inputs of all calls, each storage once, without what the calls hand on to one another.
-
-    Args:
-        others: calls of other forms of the step; of their inputs, those that outlived them.
-    """
-    inputs: dict[int, int] = {}
-    for call in others:
-        inputs.update(call.outliving)
-    for call in calls:
-        inputs.update(call.inputs)
-    for call in calls:
-        for address in call.outputs:
-            inputs.pop(address, None)
-    return sum(inputs.values())
-
-
-def _gradient_bytes(calls: Sequence[Call]) -> list[int]:
+def _gradient_bytes(calls: Sequence[GraphCall]) -> list[int]:
     """For each planned call, gradients that no later call, whose backward runs before, has made."""
     made: dict[int, int] = {}
     new_bytes: list[int] = []
@@ -680,7 +476,7 @@ def _gradient_bytes(calls: Sequence[Call]) -> list[int]:
     return new_bytes[::-1]
 
 
-def _handed_on(calls: Sequence[Call]) -> list[HandedOn]:
+def _handed_on(calls: Sequence[GraphCall]) -> list[HandedOn]:
     """Of each call; nothing of one whose outputs are taken by operators that nobody counted."""
     taken = {address for call in calls for address in call.inputs}
     return [
@@ -691,7 +487,7 @@ def _handed_on(calls: Sequence[Call]) -> list[HandedOn]:
     ]
 
 
-def _result_bytes(calls: Sequence[Call]) -> list[int]:
+def _result_bytes(calls: Sequence[GraphCall]) -> list[int]:
     """For each planned call, what it returns that no call takes, and what its backward is given
     that somebody holds on to, such as the gradient of the loss: the caller may keep it."""
     taken = {address for call in calls for address in call.inputs}

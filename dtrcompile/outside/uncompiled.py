@@ -1,4 +1,4 @@
-"""What runs outside of the graphs, and so outside of the budget: said once, with the user's line.
+"""Warns, once and with the user's line, of code that runs outside of the graphs and the budget.
 
 A budget is kept by graphs.  Code that Dynamo does not put into one runs as it would without
 ``torch.compile``, and nothing limits what it holds.  The ways out, and where each is seen:
@@ -51,7 +51,8 @@ log = logging.getLogger("dtrcompile")
 
 # Code that is not the user's.
 _TORCH, _PACKAGE, _LIBRARY = (
-    os.path.dirname(path) + os.sep for path in (torch.__file__, __file__, os.__file__)
+    os.path.dirname(path) + os.sep
+    for path in (torch.__file__, os.path.dirname(__file__), os.__file__)
 )
 _SITE_PACKAGES = _LIBRARY + "site-packages"
 _CONVERT_FRAME = "torch._dynamo.convert_frame"
@@ -93,7 +94,7 @@ _REMEDIES = {
 
 
 class _Told:
-    """What was said, so that it is said once."""
+    """The warnings so far, so that each is given once."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -105,7 +106,7 @@ _told = _Told()
 
 
 def tell(kind: str, where: str, text: str) -> str:
-    """Warn, unless the same kind of thing was said of the same place already.
+    """Warn, unless there was a warning of the same kind about the same place already.
 
     Args:
         where: ``file:line``.
@@ -123,13 +124,13 @@ def tell(kind: str, where: str, text: str) -> str:
 
 
 def told() -> tuple[str, ...]:
-    """All that was said since `forget`, in order."""
+    """All warnings since `forget`, in order."""
     with _told.lock:
         return tuple(_told.messages.values())
 
 
 def forget() -> None:
-    """Say everything again; what ``torch._dynamo.reset`` compiles again it may meet again."""
+    """Give every warning anew: after ``torch._dynamo.reset`` the same code is compiled again."""
     with _told.lock:
         _told.messages.clear()
         _told.eager.clear()

@@ -1,4 +1,4 @@
-"""A call whose backward is still to come: what it holds, and how it lets go of that.
+"""A call whose backward is still to come: what it holds, and how it releases that.
 
 A graph that is met later in a step may find no room beside what earlier calls saved.  A waiting
 call can then give up its saved tensors: its backward computes them again, by whatever its graph is
@@ -14,41 +14,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtrcompile.outside import loss_bytes
+from dtrcompile.outside.uncompiled import loss_bytes
 from dtrcompile.passes.errors import ChangedInputError
-from dtrcompile.passes.torch_private import (
-    FakeTensor,
-    keeps_graph,
-    storage_use_count,
-    tensor_use_count,
+from dtrcompile.passes.torch_private import FakeTensor, keeps_graph, storage_use_count
+from dtrcompile.steps.autograd_nodes import (
+    PYTHONS_HOLD,
+    backward_node,
+    holders_of,
+    saved_tensors,
+    storages_of,
 )
-
-if TYPE_CHECKING:
-    from dtrcompile.planned import Planned
-    from dtrcompile.shared_graph import SharedGraph
-    from dtrcompile.training_step import Call
+from dtrcompile.steps.calls import Call
+from dtrcompile.steps.planned import Code, Planned
 
 # Autograd's node calls one of them, which one depends on the release.
 _BACKWARDS = ("apply", "apply_boxed")
-
-
-def _holders_in_python() -> int:
-    storage = torch.empty(1).untyped_storage()
-    return storage_use_count(storage._cdata)
-
-
-# How often Python's object for a storage, once there is one, holds the storage: once, as long as
-# anything else does.
-PYTHONS_HOLD = _holders_in_python()
 # A saved tensor's storage is held by the tensor, too.
 _NOBODY_ELSE = PYTHONS_HOLD + 1
 
@@ -111,29 +99,51 @@ class Arguments:
             _set_random_states(before)
 
 
+class GraphOfCall(Protocol):
+    """What a call that waits asks of its graph."""
+
+    @property
+    def code(self) -> Code:
+        """What the graph is compiled to by now."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the step that runs is recorded."""
+
+    def collect_garbage(self) -> None:
+        """Before it is seen what the caller still holds: drop what only cycles hold."""
+
+    def before_backward(self, waiting: Waiting) -> None:
+        """The backward of a call is about to run.
+
+        Raises:
+            InfeasibleBudgetError: if there is no room for it.
+        """
+
+
 class Waiting:
     """A call of a graph whose backward is still to come.
 
     Attributes:
         planned: what it ran with; None if it holds nothing, because hooks took what it saved.
         call: its entry in the step, where the step is recorded.
-        is_let_go: it has given up what it saved.
+        is_released: it has released what it saved, so that backward computes it again.
     """
 
     def __init__(
         self,
-        graph: SharedGraph,
+        graph: GraphOfCall,
         planned: Planned | None,
         node: Any,
         arguments: Arguments | None = None,
-        call: Call | None = None,
+        call: Call[Any] | None = None,
     ) -> None:
         self.graph = weakref.ref(graph)
         self.planned = planned
         self.node = weakref.ref(node)
         self.arguments = arguments
         self.call = call
-        self.is_let_go = False
+        self.is_released = False
         self._code: Callable[..., Any] | None = None
         if planned is not None and (call is not None or arguments is not None):
             if call is not None:
@@ -147,17 +157,17 @@ class Waiting:
         """What it holds: saved tensors and outputs."""
         if self.planned is None:
             return 0
-        return self.planned.returned_bytes if self.is_let_go else self.planned.chosen.kept_bytes
+        return self.planned.returned_bytes if self.is_released else self.planned.chosen.kept_bytes
 
-    def let_go(self) -> bool:
-        """Give up what it saved; whether it did.
+    def release_saved(self) -> bool:
+        """Release what it saved; whether it did.
 
         Not where the call changed an input, because it would be changed once more, or where what
         was saved is not there any more.
         """
         node, graph, arguments = self.node(), self.graph(), self.arguments
-        if self.is_let_go or node is None or graph is None or self.planned is None:
-            return self.is_let_go
+        if self.is_released or node is None or graph is None or self.planned is None:
+            return self.is_released
         if arguments is None or not self.planned.can_run_again or not arguments.are_unchanged():
             return False
         saved = saved_tensors(node)
@@ -166,7 +176,7 @@ class Waiting:
         outside = _addresses(arguments.values)
         if self.call is not None:
             outside |= self.call.outputs.keys()
-        self.is_let_go = True
+        self.is_released = True
         self._code = graph.code.function  # in case that the graph is gone by then
         for tensor in saved:
             storage = tensor.untyped_storage()
@@ -198,14 +208,14 @@ def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
     if call is not None:
         call.is_unused = False
         if graph is not None:
-            graph.ledger.collect_garbage()
+            graph.collect_garbage()
         # What the loss holds is asked of steps that are looked at, not of every step.
-        is_recorded = graph is not None and graph.ledger.is_recording
-        call.see_backward(_holders(gradients), node, loss_bytes(node) if is_recorded else None)
-        tangents = _storages(gradients)
+        is_recorded = graph is not None and graph.is_recorded
+        call.see_backward(holders_of(gradients), node, loss_bytes(node) if is_recorded else None)
+        tangents = storages_of(gradients)
     if graph is not None:
-        graph.ledger.before_backward(graph, waiting)
-    if waiting.is_let_go:
+        graph.before_backward(waiting)
+    if waiting.is_released:
         node = waiting.compute_again()
     result = getattr(type(node), name)(node, *gradients)
     if call is not None:
@@ -213,69 +223,6 @@ def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
     if not keeps_graph():
         waiting.arguments = None
     return result
-
-
-def saved_tensors(node: Any) -> list[torch.Tensor] | None:
-    """What a node has saved; None where that is gone."""
-    try:
-        return [*node.saved_tensors, *(getattr(node, "_tensors_no_vc_check", None) or ())]
-    except RuntimeError:
-        return None
-
-
-def _tensors(gradients: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Of the arguments of a node's method: one list of gradients, or each by itself."""
-    boxed = gradients[0] if len(gradients) == 1 and isinstance(gradients[0], list) else gradients
-    return (g for g in boxed if isinstance(g, torch.Tensor) and g.layout is torch.strided)
-
-
-def _storages(gradients: Sequence[Any]) -> list[tuple[StorageWeakRef, int]]:
-    """Each storage once, and its bytes."""
-    storages = {g.untyped_storage()._cdata: g.untyped_storage() for g in _tensors(gradients)}
-    return [(StorageWeakRef(s), s.nbytes()) for s in storages.values()]
-
-
-def _holders(gradients: Sequence[Any]) -> tuple[int, ...]:
-    """How many hold each gradient and its storage: to be compared with another call's."""
-    return tuple(
-        sys.getrefcount(g) + tensor_use_count(g) + storage_use_count(g.untyped_storage()._cdata)
-        for g in _tensors(gradients)
-    )
-
-
-_UNHELD = _holders(([torch.empty(1)],))
-
-
-def are_unheld(holders: Sequence[int]) -> bool:
-    """Whether nobody but the list that a backward is given holds its gradients."""
-    return all(n <= _UNHELD[0] for n in holders)
-
-
-def backward_node(result: Any) -> Any:
-    """The autograd node of a compiled graph's outputs, None without one."""
-    if not torch.is_grad_enabled():
-        return None
-    for output in result if isinstance(result, (tuple, list)) else (result,):
-        node = output.grad_fn if isinstance(output, torch.Tensor) else None
-        # An output that is a view is made from the compiled function's by autograd.  Asked of the
-        # type, because reading the attribute unpacks what was saved, or raises if it is gone.
-        while node is not None and not hasattr(type(node), "saved_tensors"):
-            node = node.next_functions[0][0] if node.next_functions else None
-        if node is not None:
-            return node
-    return None
-
-
-def waits(reference: weakref.ref[Any]) -> bool:
-    """Whether a node still holds its saved tensors: it lives, and backward has not run."""
-    node = reference()
-    if node is None:
-        return False
-    try:
-        # (``saved_tensors`` would unpack them, and so compute a checkpointed block again.)
-        return node._raw_saved_tensors is not None
-    except RuntimeError:
-        return False
 
 
 def _versions(values: Sequence[Any]) -> tuple[int | None, ...]:

@@ -19,8 +19,8 @@ from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import keep_all
 from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.program.replay import replay
-from dtrcompile.planned import Code, Planned
-from dtrcompile.symbols import Symbols
+from dtrcompile.steps.planned import Code, Planned
+from dtrcompile.steps.symbols import Symbols
 
 log = logging.getLogger("dtrcompile")
 
@@ -31,12 +31,12 @@ _HEADROOMS = (2.0, 1.5, 1.25)
 _HEADROOM_COST = 0.03
 _HEADROOM_COST_WHEN_FULL = 0.3
 # Steps' worth of compute that calls have to lose before they are given a cheaper plan.
-_PATIENCE = 4.0
+_MAX_LOST_STEPS = 4.0
 # A plan is worth compiling if it saves the calls this part of the baseline's compute.
 _WORTHWHILE = 0.02
 # At "min": sizes so many times those planned for are planned anew.
 _MUCH_LARGER = 2.0
-_MOST_REMEMBERED = 4096
+_MAX_CACHED_CHOICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Family:
         """
         choice = self._choices.get(values)
         if choice is None:
-            if len(self._choices) >= _MOST_REMEMBERED:
+            if len(self._choices) >= _MAX_CACHED_CHOICES:
                 self._choices.clear()
                 self._calls.clear()
             choice = self._choices[values] = self._decide(values)
@@ -146,7 +146,7 @@ class Family:
             raise choice
         self._calls[values] = self._calls.get(values, 0) + 1
         self._lost += choice.loss
-        if choice.loss and self._lost > _PATIENCE:
+        if choice.loss and self._lost > _MAX_LOST_STEPS:
             self._lost = 0.0
             choice = self._with_cheaper(values, choice)
         self.loss = choice.loss

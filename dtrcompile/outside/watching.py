@@ -1,4 +1,4 @@
-"""What a step held, what was promised for it, and whose the rest was: ``dtrcompile.watch()``.
+"""``dtrcompile.watch()``: what a step held, what was promised, and what held the difference.
 
 This is the other side of the promise.  What is observed comes from the allocator, through
 `torch.profiler`, which notes each allocation and each free, and the line of code that asked for it.
@@ -16,25 +16,37 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dtrcompile.outside import is_users_code, told
+from dtrcompile.outside.uncompiled import is_users_code, told
 from dtrcompile.passes.errors import DTRError, format_bytes
 from dtrcompile.passes.torch_private import FakeTensor
 from dtrcompile.report import compilations
-
-if TYPE_CHECKING:
-    from dtrcompile.shared_graph import SharedGraph
 
 _REGION = "dtrcompile graph "
 _BACKWARD = "CompiledFunctionBackward"
 # Regions that hold operators, and are none.
 _NO_OPERATORS = ("autograd::engine::", "Torch-Compiled Region", "ProfilerStep")
-_MOST_LINES = 12
+_MAX_LINES = 12
 _KEPT = "gradients kept from before"
+
+
+class WatchedGraph(Protocol):
+    """What is asked of a graph that ran while a step was watched."""
+
+    serial: int
+
+    def promised_bytes(self) -> int | None:
+        """What the step holds at most while the graph runs; None if nothing was planned."""
+
+    def counts_kept_gradients(self) -> bool:
+        """Whether the promise holds gradients of an earlier backward."""
+
+    def counts_optimizers(self) -> bool:
+        """Whether the promise holds the state of optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +73,7 @@ class Held:
 class _Call:
     """A call of a graph, and the storages of its arguments."""
 
-    graph: SharedGraph
+    graph: WatchedGraph
     addresses: frozenset[int]
 
 
@@ -169,8 +181,8 @@ class Watch:
             f"  promised  {promised}",
             f"  outside   {format_bytes(self.outside_bytes)}",
         ]
-        lines += [f"    {held}" for held in self.outside[:_MOST_LINES]]
-        rest = self.outside[_MOST_LINES:]
+        lines += [f"    {held}" for held in self.outside[:_MAX_LINES]]
+        rest = self.outside[_MAX_LINES:]
         if rest:
             rest_bytes = sum(held.size_bytes for held in rest)
             lines.append(f"    {format_bytes(rest_bytes)}  {len(rest)} more")
@@ -211,7 +223,7 @@ _active = _Active()
 
 
 @contextlib.contextmanager
-def _region(graph: SharedGraph, args: Sequence[Any]) -> Iterator[None]:
+def _region(graph: WatchedGraph, args: Sequence[Any]) -> Iterator[None]:
     assert _active.watch is not None
     addresses = frozenset(
         a.untyped_storage().data_ptr()
@@ -223,7 +235,7 @@ def _region(graph: SharedGraph, args: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def running(graph: SharedGraph, args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+def running(graph: WatchedGraph, args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Around a call of a graph: what is allocated inside is the graph's."""
     return contextlib.nullcontext() if _active.watch is None else _region(graph, args)
 
@@ -259,13 +271,13 @@ def _tensors_there() -> dict[int, _There]:
     return found
 
 
-def _promised_beside(graphs: Iterable[SharedGraph]) -> frozenset[str]:
+def _promised_beside(graphs: Iterable[WatchedGraph]) -> frozenset[str]:
     """What the promise of these graphs holds beside them, by its name here."""
     promised: set[str] = set()
     for graph in graphs:
-        if graph.beside().kept_bytes:
+        if graph.counts_kept_gradients():
             promised.add(_KEPT)
-        if graph.ledger.options.counts_optimizers:
+        if graph.counts_optimizers():
             promised.update(
                 _state_of(thing)
                 for thing in gc.get_objects()

@@ -1,4 +1,4 @@
-"""What a training step holds beside its graphs: optimizers' state, averages, kept gradients.
+"""What a training step holds beside its graphs: optimizer state, averages, kept gradients.
 
 With the option ``optimizer``, or ``reserve="optimizer"``, the budget is one for the whole step,
 ``optimizer.step()`` included.  The state of the optimizers, present and still to come, is there
@@ -28,8 +28,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from dtrcompile.communication import bucket_bytes, communication_bytes
 from dtrcompile.options import Options
+from dtrcompile.outside.communication import bucket_bytes, communication_bytes
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.optimizer_step import (
     StepBytes,
@@ -53,7 +53,7 @@ _TEMPORARIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class SurroundingBytes:
     """Bytes that no graph holds.
 
     Attributes:
@@ -83,7 +83,7 @@ class Beside:
         """Comes off the graphs' budget."""
         return sum(self.resident.values())
 
-    def with_kept(self, kept_bytes: int) -> Beside:
+    def with_kept(self, kept_bytes: int) -> SurroundingBytes:
         """The same with gradients that exist and are kept."""
         resident = {name: size for name, size in self.resident.items() if name != KEPT}
         if kept_bytes:
@@ -130,7 +130,7 @@ class Beside:
         )
 
 
-NOTHING_BESIDE = Beside()
+NO_SURROUNDINGS = SurroundingBytes()
 
 
 class KeptGradients:
@@ -207,7 +207,7 @@ class Surroundings:
         self.device = torch.device("cpu")
         self.given: dict[int, weakref.ref[Any]] = {}
         self.read: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.current = NOTHING_BESIDE
+        self.current = NO_SURROUNDINGS
         self.changes = 0
         self.counted: weakref.WeakKeyDictionary[Optimizer, tuple[_Form, StepBytes]] = (
             weakref.WeakKeyDictionary()
@@ -263,7 +263,7 @@ class Surroundings:
         return EXACT if self.options.compiler == "eager" else allocator_of(self.device)
 
     def look(self) -> None:
-        """Find out what there is now.
+        """Look for optimizers, modules and buffers, and count what they hold now.
 
         Raises:
             UnknownOptimizerError: if an optimizer's step cannot be counted.
@@ -274,7 +274,7 @@ class Surroundings:
                 self.current = found
                 self.changes += 1
 
-    def _found(self) -> Beside:
+    def _found(self) -> SurroundingBytes:
         read = self.alive()
         seen = {t.untyped_storage()._cdata for t in map(local, read) if _has_storage(t)}
         trained = {id(p): p for p in read if p.requires_grad and isinstance(p, nn.Parameter)}
@@ -329,7 +329,7 @@ class Surroundings:
         )
         # FSDP2's buffers come and go between the graphs, and none is left when an optimizer steps.
         resident |= communication_bytes(self.read, self.device, self.allocator.block_bytes)
-        return Beside(
+        return SurroundingBytes(
             resident,
             present_bytes,
             0,

@@ -1,4 +1,4 @@
-"""What a graph was told when it was compiled, and what is known of it since."""
+"""`Assignment`: what a graph is compiled for.  `Planned` and `Code`: what came of that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from dtrcompile.beside import NOTHING_BESIDE, Beside
+from dtrcompile.outside.surroundings import NO_SURROUNDINGS, SurroundingBytes
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.fitting.fit import Outcome, Terms, holding
 from dtrcompile.passes.fitting.measured import Measured
@@ -32,13 +32,13 @@ from dtrcompile.passes.program.tighten import tighten
 
 # A graph that others follow keeps its default split in the first step if that takes no more than
 # this part of what is left, so that an ample budget costs no second compile.
-_SMALL = 1 / 8
-_MOST_REMEMBERED = 1024
+_SMALL_PART = 1 / 8
+_MAX_CACHED_SIZES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a graph was told when it was last compiled.
+    """What a graph is compiled for: its budget, and what lies beside it.
 
     Attributes:
         budget_bytes: of the step, None: resolve the options' for this graph.
@@ -63,7 +63,7 @@ class Assignment:
     holders: tuple[int, ...] = ()
     sizes: Sizes | None = None
     number: int = 0
-    beside: Beside = NOTHING_BESIDE
+    beside: SurroundingBytes = NO_SURROUNDINGS
 
     @property
     def is_provisional(self) -> bool:
@@ -92,7 +92,7 @@ class Assignment:
 
 def is_small(own_bytes: int, budget_bytes: int | None, outside_bytes: int) -> bool:
     """Whether a graph need not be made smaller yet, though others follow."""
-    return budget_bytes is not None and own_bytes <= _SMALL * (budget_bytes - outside_bytes)
+    return budget_bytes is not None and own_bytes <= _SMALL_PART * (budget_bytes - outside_bytes)
 
 
 def _constants(measured: Measured) -> int:
@@ -277,17 +277,17 @@ class Code:
 
     Attributes:
         function: to call.
-        what_is_known: tells what is known of it: more when its backward was compiled too.
-        restore: makes its report the graph's again, after what was compiled since.
-        tell: changes what it was told, which made no difference to the code, in its report.
-        assignment: what it was told.
+        what_is_known: returns what is known of it, which is more once its backward is compiled.
+        restore: makes its report the graph's current one again, whatever was compiled since.
+        change_assignment: reports it for another assignment that its code is right for too.
+        assignment: what it was compiled for.
         requires: conditions on the symbols, beyond those that Dynamo checks.
     """
 
     function: Callable[..., Any]
     what_is_known: Callable[[], Planned | None]
     restore: Callable[[], None]
-    tell: Callable[[Assignment], None]
+    change_assignment: Callable[[Assignment], None]
     assignment: Assignment
     requires: tuple[sympy.Basic, ...] = ()
     _at: dict[Sizes, tuple[Planned, Planned]] = field(default_factory=dict, repr=False)
@@ -309,7 +309,7 @@ class Code:
             return None
         found = self._at.get(sizes)
         if found is None or found[0] is not planned:  # more is known by now
-            if len(self._at) >= _MOST_REMEMBERED:
+            if len(self._at) >= _MAX_CACHED_SIZES:
                 self._at.clear()
             found = self._at[sizes] = planned, planned.at(sizes)
         return found[1]

@@ -1,4 +1,4 @@
-"""On CUDA: a step that the allocator saw above the budget is said, with what is known of the rest.
+"""On CUDA: warns of a step whose peak, as the allocator counts it, is above the budget.
 
 The promise is for what the graphs hold.  Everything else on the device, an optimizer's state first
 of all, is the user's to set aside.  The allocator keeps count at no cost, so its peak is compared
@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from dtrcompile.outside import tell
+from dtrcompile.outside.uncompiled import tell
 from dtrcompile.passes.errors import format_bytes
 from dtrcompile.report import compilations
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dtrcompile.beside import NOTHING_BESIDE, Beside
 from dtrcompile.options import Options
+from dtrcompile.outside.surroundings import NO_SURROUNDINGS, SurroundingBytes
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class StepPeak:
         available_bytes: int | None,
         *,
         trains: bool,
-        beside: Beside = NOTHING_BESIDE,
+        beside: SurroundingBytes = NO_SURROUNDINGS,
     ) -> int | None:
         """The budget of a graph, less the reserve; None for the smallest.
 

@@ -1,21 +1,52 @@
-"""A compiled graph that can be compiled again, with what it was told and what is known of it."""
+"""A compiled graph that can be compiled again: the callable that Dynamo runs.
+
+A `SharedGraph` is always in one state:
+
+===============  ===========================================================  ======================
+state            meaning                                                      next
+===============  ===========================================================  ======================
+``NEW``          not compiled yet                                             ``PROVISIONAL``,
+                                                                              ``PLANNED``
+``PROVISIONAL``  compiled before its step was known: one plan for all sizes,  ``PLANNED``,
+                 to be made anew when the step is known                       ``OUTDATED``,
+                                                                              ``REFUSED``
+``PLANNED``      compiled for the step: each call takes the plan that suits   ``PROVISIONAL``,
+                 its sizes                                                    ``OUTDATED``,
+                                                                              ``REFUSED``
+``OUTDATED``     what lies beside the graph changed (kept gradients, an       ``PROVISIONAL``,
+                 optimizer), so the next call chooses or compiles anew        ``PLANNED``,
+                                                                              ``REFUSED``
+``REFUSED``      its step was found not to fit: every call raises that        none
+===============  ===========================================================  ======================
+
+``use`` (what was compiled runs from the next call on) and a call that has chosen lead to
+``PROVISIONAL`` or ``PLANNED``, as the assignment says; ``mark_outdated`` and ``refuse`` lead to the
+states of those names.
+"""
 
 from __future__ import annotations
 
+import enum
 import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from dtrcompile.beside import Beside, KeptGradients
-from dtrcompile.family import Family, Values
-from dtrcompile.options import BudgetKind
-from dtrcompile.outside import called_at, look_at_backward
+from dtrcompile.options import BudgetKind, Options
+from dtrcompile.outside.step_check import Expected, StepCheck, check_of
+from dtrcompile.outside.surroundings import (
+    KeptGradients,
+    OptimizerSteps,
+    SurroundingBytes,
+    Surroundings,
+)
+from dtrcompile.outside.uncompiled import called_at, look_at_backward
+from dtrcompile.outside.watching import running
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.graphs.capture import NOTHING_HANDED_ON
 from dtrcompile.passes.inductor.step import device_of
@@ -26,16 +57,14 @@ from dtrcompile.passes.torch_private import (
     exceptions_allowed_to_be_fallback,
     top_saved_tensors_hooks,
 )
-from dtrcompile.planned import Assignment, Code, Planned
 from dtrcompile.report import drop_report
-from dtrcompile.step_check import Expected, StepCheck, check_of
-from dtrcompile.step_peak import StepPeak
-from dtrcompile.symbols import Symbols
-from dtrcompile.waiting import Arguments, Waiting, backward_node, waits
-from dtrcompile.watching import running
-
-if TYPE_CHECKING:
-    from dtrcompile.ledger import Ledger
+from dtrcompile.steps.autograd_nodes import backward_node, waits
+from dtrcompile.steps.calls import Call
+from dtrcompile.steps.family import Family, Values
+from dtrcompile.steps.planned import Assignment, Code, Planned
+from dtrcompile.steps.step_peak import StepPeak
+from dtrcompile.steps.symbols import Symbols
+from dtrcompile.steps.waiting import Arguments, Waiting
 
 _KEPT_GRADIENTS = (
     "Gradients of an earlier backward that are still in .grad are a part of that: call"
@@ -49,7 +78,7 @@ _DYNAMO_GOES_ON = (
 )
 _SERIALS = itertools.count()
 # What is returned is much if it is this part of the smallest peak.
-_MUCH_RETURNED = 0.02
+_LARGE_RETURNED_PART = 0.02
 
 Compile = Callable[[Assignment], Code]
 
@@ -77,7 +106,65 @@ class Returned:
 
     def is_much(self, peak_bytes: int) -> bool:
         """Whether a graph of that peak may be smaller by much if it is given up."""
-        return self.size_bytes > _MUCH_RETURNED * peak_bytes
+        return self.size_bytes > _LARGE_RETURNED_PART * peak_bytes
+
+
+class GraphState(enum.Enum):
+    """See the table above."""
+
+    NEW = enum.auto()
+    PROVISIONAL = enum.auto()
+    PLANNED = enum.auto()
+    OUTDATED = enum.auto()
+    REFUSED = enum.auto()
+
+
+class StepLedger(Protocol):
+    """What a graph asks of the ledger that shares a budget out over the graphs of a step."""
+
+    options: Options
+    surroundings: Surroundings
+    optimizer_steps: OptimizerSteps
+    step_check: StepCheck | None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether calls are recorded, and may release what they saved."""
+
+    def compile_first(self, graph: SharedGraph, more_follow: bool) -> None:
+        """Compile a new graph beside what waits for its backward."""
+
+    def add(self, graph: SharedGraph) -> None:
+        """A graph was compiled."""
+
+    def abandon_step(self) -> None:
+        """A graph could not be compiled."""
+
+    def holding_calls(self) -> Counter[int]:
+        """Of each graph, by serial, the calls that hold what they saved."""
+
+    def anything_waits(self) -> bool:
+        """Whether the backward of any call is still to come."""
+
+    def look_beside(self, graph: SharedGraph, kept_bytes: int) -> None:
+        """What lies beside a graph changed."""
+
+    def before_call(self, graph: SharedGraph) -> Counter[int]:
+        """A graph is about to be called."""
+
+    def after_call(
+        self, graph: SharedGraph, args: Sequence[Any], result: Any, before: Counter[int], node: Any
+    ) -> Call[SharedGraph]:
+        """A graph was called."""
+
+    def unforeseen_call(self, graph: SharedGraph) -> None:
+        """The step takes a form that the graph was not planned for."""
+
+    def collect_garbage(self) -> None:
+        """A backward begins in a step that may be recorded."""
+
+    def before_backward(self, graph: SharedGraph, waiting: Waiting) -> None:
+        """The backward of a call is about to run."""
 
 
 class SharedGraph:
@@ -85,7 +172,7 @@ class SharedGraph:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: StepLedger,
         compile_with: Compile,
         more_follow: bool,
         *,
@@ -127,7 +214,8 @@ class SharedGraph:
         )
         # Autograd nodes of calls whose backward may be still to come -> what these calls hold.
         self.waiting: dict[weakref.ref[Any], Waiting] = {}
-        # Of the step that this graph is one of: it must not run over its budget later on.
+        self.state = GraphState.NEW
+        # What its calls raise in the state ``REFUSED``.
         self.refusal: InfeasibleBudgetError | None = None
         self.has_run_backward = False
         # What its parameters have in ``.grad`` when it is called, as far as it was planned for it.
@@ -135,7 +223,6 @@ class SharedGraph:
         self.kept_bytes = ledger.surroundings.kept_bytes(parameters)
         # Where it changed what lies beside the graphs, the plan has to be looked at again.
         self.changes = ledger.surroundings.changes
-        self.has_to_choose = False
         # Gradients that an optimizer has used are stale.  Many loops drop them only between forward
         # and backward, so that they are in the way of forward alone; that is learned.
         self.is_stale = self.drops_stale = False
@@ -171,8 +258,16 @@ class SharedGraph:
         rest = planned.assignment.rest
         return rest.outside_bytes + planned.chosen.peak_with(rest)
 
+    def counts_kept_gradients(self) -> bool:
+        """Whether the promise holds gradients of an earlier backward."""
+        return self.beside().kept_bytes > 0
+
+    def counts_optimizers(self) -> bool:
+        """Whether the promise holds the state of optimizers."""
+        return self.ledger.options.counts_optimizers
+
     def _begin_step(self, check: StepCheck) -> None:
-        """The step before is over: did the allocator see more than the budget in it?"""
+        """A step begins: have the allocator's peak of the step before compared with the budget."""
         options, planned = self.ledger.options, self.planned
         promised_bytes = self.promised_bytes()
         if planned is None or promised_bytes is None:
@@ -231,12 +326,13 @@ class SharedGraph:
             self.family.reconsider()
         if not (options.is_whole_peak or self.assignment.is_provisional):
             self.code = self._chosen(values)
-        elif self.has_to_choose and not options.is_whole_peak:
+        elif self.state is GraphState.OUTDATED and not options.is_whole_peak:
             self._hold_provisionally()
-        if self.has_to_choose and self.assignment.beside != self.code.assignment.beside:
-            self.code.tell(self.assignment)
+        is_outdated = self.state is GraphState.OUTDATED
+        if is_outdated and self.assignment.beside != self.code.assignment.beside:
+            self.code.change_assignment(self.assignment)
         self.values = values
-        self.has_to_choose = False
+        self._code_suits()
 
     def _outgrows(self, values: Values) -> bool:
         """Whether the step that the graph was planned for has to be planned anew, because other
@@ -268,7 +364,7 @@ class SharedGraph:
         return self._chosen_for_dropped(values, advised)
 
     def _chosen_for_dropped(self, values: Values, refusal: InfeasibleBudgetError) -> Code:
-        """As if the gradients that are there were gone when backward begins: that is checked then.
+        """Choose as if the present gradients were dropped before backward; that is checked then.
 
         Raises:
             InfeasibleBudgetError: ``refusal``, if there is no room for them in forward either.
@@ -293,7 +389,7 @@ class SharedGraph:
         return own_bytes is None or held_bytes <= own_bytes
 
     def look_at_kept(self, parameters: list[torch.Tensor], planned: Planned | None) -> None:
-        """Backward begins, and there were gradients when forward did.
+        """Backward begins: see whether gradients that existed before forward have been dropped.
 
         Raises:
             InfeasibleBudgetError: if the budget rests on their being gone.
@@ -316,7 +412,7 @@ class SharedGraph:
             )
 
     def _hold_provisionally(self) -> None:
-        """Its step is not known yet, and more lies beside it than when it was compiled."""
+        """Compile a provisional graph again if what lies beside it leaves too little room."""
         planned = self.planned
         if planned is None or self.assignment.is_share_of_unknown:
             return
@@ -324,7 +420,7 @@ class SharedGraph:
         if own_bytes is not None and planned.own_peak_bytes > own_bytes:
             self.compile_again(self.assignment)
 
-    def beside(self) -> Beside:
+    def beside(self) -> SurroundingBytes:
         """What lies beside the graphs now, with the gradients that its parameters have."""
         is_dropped = self.is_stale and self.drops_stale
         return self.ledger.surroundings.current.with_kept(0 if is_dropped else self.kept_bytes)
@@ -350,12 +446,12 @@ class SharedGraph:
         values = self.symbols.values(args)
         if values != self.values and self._outgrows(values):
             self.values = values
-            ledger.surprise(self)
+            ledger.unforeseen_call(self)
         if (
             values != self.values
             or self.family.loss
             or self.decided_with != self.step_peak.size_bytes
-            or self.has_to_choose
+            or self.state is GraphState.OUTDATED
         ):
             self._choose(values)
         # A checkpointed region, or what is saved elsewhere.
@@ -382,11 +478,11 @@ class SharedGraph:
 
     @property
     def relies_on_others(self) -> bool:
-        """Whether it keeps its budget only if others give up what it hands on."""
+        """Whether its budget holds only if the caller drops what the graph hands on."""
         return self.assignment.handed_on != NOTHING_HANDED_ON
 
     def foresees(self, holding: Counter[int]) -> bool:
-        """Whether its plan knows that so many calls may wait when it is called."""
+        """Whether its plan allows for so many calls that wait when it is called."""
         return any(holding <= foreseen for foreseen in self.foreseen)
 
     def _forget(self, node: weakref.ref[Any]) -> None:
@@ -402,10 +498,10 @@ class SharedGraph:
         self.use(self.compile_with(assignment))
 
     def compile_again(self, assignment: Assignment) -> None:
-        """Replace the compiled code; used from the next call on.
+        """Compile it for another assignment, and use that code from the next call on.
 
         Raises:
-            InfeasibleBudgetError: then the old code stays.
+            InfeasibleBudgetError: if no plan fits; the old code then stays.
         """
         assignment = replace(assignment, sizes=self.code.sizes)
         if self.symbols:
@@ -413,12 +509,28 @@ class SharedGraph:
         self.use(self.compile_with(assignment))
 
     def keep(self, assignment: Assignment) -> None:
-        """Go on with the code, which is right for this assignment too."""
+        """Go on with the code that is there, which is right for this assignment too."""
         code = self.code
-        code.tell(assignment)
+        code.change_assignment(assignment)
         own = code.assignment
         assignment = replace(assignment, sizes=own.sizes, number=own.number)
         self.use(replace(code, assignment=assignment))
+
+    def _code_suits(self) -> None:
+        """The code that is there is what the next call runs."""
+        if self.state is not GraphState.REFUSED:
+            is_provisional = self.assignment.is_provisional
+            self.state = GraphState.PROVISIONAL if is_provisional else GraphState.PLANNED
+
+    def mark_outdated(self) -> None:
+        """What lies beside the graph changed: the next call chooses its plan anew."""
+        self.family.reconsider()
+        if self.state is not GraphState.REFUSED:
+            self.state = GraphState.OUTDATED
+
+    def refuse(self, refusal: InfeasibleBudgetError) -> None:
+        """Its step does not fit: every call raises this from here on."""
+        self.state, self.refusal = GraphState.REFUSED, refusal
 
     def use(self, code: Code) -> None:
         """Run this from the next call on, whatever was compiled before or since."""
@@ -426,18 +538,44 @@ class SharedGraph:
         self.assignment = replace(code.assignment, sizes=None, number=0)
         self.decided_with = self.step_peak.size_bytes
         self.step_values = self.values
-        self.has_to_choose = False
+        self._code_suits()
         self.family.restart(code)
         code.restore()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the step that runs is recorded."""
+        return self.ledger.is_recording
+
+    def collect_garbage(self) -> None:
+        """A backward begins: see the ledger."""
+        self.ledger.collect_garbage()
+
+    def before_backward(self, waiting: Waiting) -> None:
+        """The backward of one of its calls is about to run.
+
+        Raises:
+            InfeasibleBudgetError: if there is no room for it.
+        """
+        self.ledger.before_backward(self, waiting)
 
     def waits(self) -> bool:
         """Whether the backward of any of its calls is still to come."""
         return any(waits(n) for n in list(self.waiting))
 
     def drop_done(self) -> None:
-        """Forget the calls whose backward has run, though somebody holds their result."""
+        """Drop the calls whose backward has run, though somebody still holds their results."""
         for node in [n for n in list(self.waiting) if not waits(n)]:
             self._forget(node)
+
+
+GraphCall: TypeAlias = Call[SharedGraph]
+
+
+def planned_of(graph: SharedGraph) -> Planned:
+    """What is known of a graph that was planned."""
+    assert graph.planned is not None
+    return graph.planned
 
 
 def _looking_at_kept(graph: SharedGraph, args: Sequence[Any]) -> Callable[[Any], None]:

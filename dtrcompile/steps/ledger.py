@@ -1,21 +1,23 @@
-"""One budget, several graphs: what each graph of a training step is compiled with.
+"""One budget for several graphs: decides what each graph of a training step is compiled for.
 
-A graph break, DDP's buckets or a second compiled module make several graphs of one step, and a
-`Ledger` (one for each set of options) shares the budget out among them (`passes.sharing`):
+A graph break, DDP's buckets or a second compiled module make several graphs of one step.  A
+`Ledger` (one for each set of options) shares the budget out among them
+(`passes.fitting.sharing`):
 
-* while the first step runs, graphs are compiled one by one, and what comes later is not known.  A
-  graph that others follow is compiled to save as little as it can, unless it is small; one that
-  ends the step gets what the earlier ones leave;
-* when the first step is over, the order is known and so is what each graph needs: the graphs are
-  planned and compiled again, once.
+* While the first step runs, graphs are compiled one by one, and the later ones are not known yet.
+  A graph that others follow is compiled to save as little as possible, unless it is small; a graph
+  that ends the step gets what the earlier ones leave.
+* When the first step is over, the order of the graphs and the needs of each are known.  They are
+  planned together (`training_step`) and compiled once more.
 
-A step is over when a graph is called and no graph waits for its backward any more, if one did.  If
-graphs of a step had run before it was known that others follow, the next step is the one that is
-looked at.  A model that is one graph is compiled once, and costs one look at its outputs a call.
+A step is over when a graph is called and no call waits for its backward any more.  Whether the
+calls of a step are recorded, and the step is planned when it is over, is the state machine of
+`recording`; what becomes of one graph is that of `shared_graph`.  A model that is one graph is
+compiled once, and each call then costs one look at its outputs.
 
-A graph may also be called more often in a step than its plan knows of, first of all one that is
-compiled for each block of a model.  It then saves as little as it can, and the next step is looked
-at.
+A graph may also be called more often in a step than its plan foresees: one that is compiled for
+each block of a model, for example.  It is then compiled to save as little as possible, and the
+next step is observed.
 """
 
 from __future__ import annotations
@@ -32,27 +34,30 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from dtrcompile.beside import (
+from dtrcompile.options import BudgetKind, Options
+from dtrcompile.outside.step_check import StepCheck
+from dtrcompile.outside.surroundings import (
     OptimizerSteps,
     Surroundings,
     before_steps,
 )
-from dtrcompile.options import BudgetKind, Options
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.fit import as_it_is
 from dtrcompile.passes.fitting.sharing import Rest
 from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.program.replay import replay
-from dtrcompile.planned import Assignment, Planned, is_small
-from dtrcompile.shared_graph import SharedGraph
-from dtrcompile.step_check import StepCheck
-from dtrcompile.step_peak import StepPeaks
-from dtrcompile.training_step import Call, Step, external_bytes, planned_of
-from dtrcompile.waiting import Waiting, are_unheld, waits
+from dtrcompile.steps.autograd_nodes import are_unheld, waits
+from dtrcompile.steps.calls import Call, external_bytes, related
+from dtrcompile.steps.planned import Assignment, Planned, is_small
+from dtrcompile.steps.recording import Recording
+from dtrcompile.steps.shared_graph import GraphCall, SharedGraph, planned_of
+from dtrcompile.steps.step_peak import StepPeaks
+from dtrcompile.steps.training_step import TrainingStep
+from dtrcompile.steps.waiting import Waiting
 
 log = logging.getLogger("dtrcompile")
 
-_LET_GO = (
+_RELEASED = (
     "a graph of the step finds no room beside what earlier ones saved: these compute it again in"
     " this step"
 )
@@ -60,26 +65,19 @@ _SHARE_OF_ONE = (
     "The budget is {} of this graph alone. If the training step has more graphs (modules that are"
     " compiled one by one), options={{'several_graphs': True}} makes it a share of the whole step."
 )
-# Steps that are recorded after the latest surprise: a training loop may take two or three forms of
-# steps in turn, and each of them has to find room before it is known.
-_RECORDED_STEPS = 4
 # Forms of a step that graphs are planned for.
-_MOST_FORMS = 4
+_MAX_FORMS = 4
 # At most: the loss and its gradient, which are held while backward runs.
 _SCALAR_BYTES = 16
-# Times that a step is looked at because calls came that were not foreseen.
-_MOST_SURPRISES = 4
 
 
 class Ledger:
-    """The graphs of one set of options, and who may hold how much.
+    """The graphs of one set of options, and how much each of them may hold.
 
     Attributes:
-        observing: the step that runs is to be planned when it is over.
-        is_partial: the step being observed had begun before.
-        recorded_steps: so many steps are still recorded though their form is known.
-        surprises: how often a step took a form that was not known.
-        forms: the calls of the latest steps that took another form each.
+        recording: whether the calls of the step that runs are recorded, and the step then planned.
+        calls: of the step that runs, as far as they are recorded.
+        forms: the latest forms that a step took, each with its calls.
     """
 
     def __init__(self, options: Options) -> None:
@@ -87,11 +85,8 @@ class Ledger:
         self.surroundings = Surroundings(options)
         self.lock = threading.RLock()
         self.graphs: list[weakref.ref[SharedGraph]] = []
-        self.calls: list[Call] = []
-        self.observing = False
-        self.is_partial = False
-        self.recorded_steps = 0
-        self.surprises = 0
+        self.calls: list[GraphCall] = []
+        self.recording = Recording()
         self.forms: list[_KnownForm] = []
         self.step_peaks = StepPeaks()
         self.together: dict[int, set[int]] = {}  # graphs by serial, of one step
@@ -103,8 +98,8 @@ class Ledger:
 
     @property
     def is_recording(self) -> bool:
-        """Whether calls are remembered, and may give up what they saved."""
-        return self.observing or self.recorded_steps > 0
+        """Whether calls are recorded, and may release what they saved."""
+        return self.recording.is_on
 
     # While the first step runs
 
@@ -120,7 +115,7 @@ class Ledger:
             return Assignment(beside=beside)
         waiting = self.waiting_calls()
         outside = sum(w.kept_bytes for w in self.waiting())
-        if self.is_recording and not self.is_partial:
+        if self.recording.has_all_calls:
             others = [c for c in self.calls if c.graph is not of_graph]
             outside += external_bytes(others, self.related_calls())
             outside += self.own_inputs_bytes(of_graph)
@@ -172,10 +167,12 @@ class Ledger:
         return sum(size * n for size, n in received.items())
 
     def compile_first(self, graph: SharedGraph, more_follow: bool) -> None:
-        """Compile a new graph beside what waits; what finds no room there makes some.
+        """Compile a new graph, beside the calls that wait for their backward.
+
+        If there is no room for it, these calls release what they saved, and it is tried again.
 
         Raises:
-            InfeasibleBudgetError: if it finds none all the same.
+            InfeasibleBudgetError: if there is no room even then.
         """
         with self.lock:
             if any(c.is_done for c in self.calls) and not self.anything_waits():
@@ -184,9 +181,9 @@ class Ledger:
         refusal = self.refusal_of(graph, self.first_assignment(more_follow, graph))
         if refusal is None:
             return
-        has_room = self.let_go()
+        has_room = self.release_saved()
         if has_room:
-            log.info(_LET_GO)
+            log.info(_RELEASED)
         if has_room or more_follow:
             # Other graphs take what it returns: whether they do is seen when its backward begins.
             handed_on = ALL_HANDED_ON if more_follow else NOTHING_HANDED_ON
@@ -201,7 +198,7 @@ class Ledger:
     def refusal_of(
         self, graph: SharedGraph, assignment: Assignment
     ) -> InfeasibleBudgetError | None:
-        """Compile a new graph; why that cannot be, if it cannot."""
+        """Compile a new graph.  Returns the refusal if it does not fit, None if it does."""
         try:
             graph.compile_first(assignment)
         except InfeasibleBudgetError as refusal:
@@ -229,18 +226,20 @@ class Ledger:
         return refusal.with_advice(advice)
 
     def drop_evaluations(self) -> None:
-        """Forget calls without a backward, before the first with one, whose results are gone: they
-        are no part of the training step that begins."""
+        """Drop recorded calls whose results are gone, as long as no call with a backward has come.
+
+        They are evaluations, and no part of the training step that begins.
+        """
         if not any(c.awaits_backward for c in self.calls):
             self.calls = [c for c in self.calls if c.has_live_results]
 
-    def let_go(self) -> bool:
-        """Have all calls that wait give up what they saved; whether any did."""
-        gone = [w.let_go() for w in self.waiting() if not w.is_let_go]
-        return any(gone)
+    def release_saved(self) -> bool:
+        """Make all calls that wait release what they saved; returns whether any of them did."""
+        released = [w.release_saved() for w in self.waiting() if not w.is_released]
+        return any(released)
 
     def add(self, graph: SharedGraph) -> None:
-        """A graph was compiled."""
+        """Register a graph that was compiled."""
         with self.lock:
             self.graphs = [g for g in self.graphs if g() is not None]
             self.graphs.append(weakref.ref(graph))
@@ -249,16 +248,13 @@ class Ledger:
                 return
             others_wait = self.anything_waits()
             if planned.program.boundary is not None or planned.assignment.more_follow:
-                if not self.is_recording:
-                    self.is_partial = others_wait
-                self.observing = True
-                self.recorded_steps = _RECORDED_STEPS
+                self.recording.training_graph_compiled(others_wait=others_wait)
             elif not others_wait:
                 # It may begin a training step, whose other graphs have to know what it reads.
-                self.recorded_steps = max(self.recorded_steps, 1)
+                self.recording.inference_graph_compiled()
 
     def abandon_step(self) -> None:
-        """A graph could not be compiled, so the step that it belongs to never ends."""
+        """Drop the recorded calls: a graph could not be compiled, so their step never ends."""
         with self.lock:
             self.calls.clear()
 
@@ -266,7 +262,7 @@ class Ledger:
         return [graph for g in self.graphs if (graph := g()) is not None]
 
     def waiting(self) -> list[Waiting]:
-        """Calls that hold what they saved, or did: see `drop_done`."""
+        """Calls that hold what they saved.  Some may be done by now: see `drop_done`."""
         return [w for g in self._alive() for w in list(g.waiting.values()) if w.planned is not None]
 
     def anything_waits(self) -> bool:
@@ -274,7 +270,7 @@ class Ledger:
         return any(graph.waits() for graph in self._alive())
 
     def drop_done(self) -> None:
-        """Forget all calls whose backward has run; looks at each of them."""
+        """Drop all calls whose backward has run.  Takes time for each call that waits."""
         for graph in self._alive():
             graph.drop_done()
 
@@ -284,7 +280,7 @@ class Ledger:
         return sum(len(g.waiting) for g in self._alive())
 
     def holding_calls(self) -> Counter[int]:
-        """Of each graph, calls that hold what they saved, or did: see `drop_done`."""
+        """As `waiting`, counted for each graph, by serial."""
         return Counter(
             g.serial
             for g in self._alive()
@@ -293,7 +289,7 @@ class Ledger:
         )
 
     def before_call(self, graph: SharedGraph) -> Counter[int]:
-        """A graph is about to be called: is the step before it over, is it as was foreseen?
+        """A graph is about to be called: end the step before, and see whether the call is foreseen.
 
         Returns:
             `holding_calls`.
@@ -314,13 +310,13 @@ class Ledger:
             if holding:
                 self.note_together(graph, holding)
             if not graph.foresees(holding):
-                self.surprise(graph)
+                self.unforeseen_call(graph)
             if self.is_recording:
                 self.make_room(graph)
             return holding
 
     def make_room(self, graph: SharedGraph) -> None:
-        """For a graph that was compiled before all of the step was known, as small as it can be."""
+        """Make room for a graph that was compiled to be small before its step was known."""
         planned = graph.planned
         if planned is None or not planned.assignment.is_share_of_unknown or not self.calls:
             return
@@ -328,19 +324,16 @@ class Ledger:
         if budget_bytes is not None and (
             self.outside_bytes(graph) + planned.chosen.peak_bytes > budget_bytes
         ):
-            self.let_go()
+            self.release_saved()
 
     def end_step(self) -> None:
-        """What was recorded is over."""
+        """The recorded step is over: plan its graphs together if it was observed."""
         calls, self.calls = self.calls, []
-        self.recorded_steps = max(0, self.recorded_steps - 1)
-        if self.is_partial or not self.observing:
-            self.is_partial = False
+        if not self.recording.step_is_over():
             return
-        self.observing = False
         form = _KnownForm(calls)
         self.forms = [f for f in self.forms if f.is_alive and f.signature != form.signature]
-        self.forms = [*self.forms, form][-_MOST_FORMS:]
+        self.forms = [*self.forms, form][-_MAX_FORMS:]
         is_abandoned = any(c.graph.kept.are_gone for c in calls)
         if not is_abandoned and not self.step_of(form).is_known_well_enough():
             self.compile_step(form)
@@ -351,13 +344,13 @@ class Ledger:
             for call in f.calls:
                 call.graph.foreseen.append(call.before)
 
-    def step_of(self, form: _KnownForm) -> Step:
+    def step_of(self, form: _KnownForm) -> TrainingStep:
         """A step of this form, with the other forms that its graphs run in."""
         calls, forms = form.calls, self.forms_with(form)
         kept_bytes = max((c.graph.kept_bytes for c in calls), default=0)
         beside = self.surroundings.current.with_kept(kept_bytes)
         others = [c for f in self.forms if f not in forms for c in f.calls]
-        return Step([f.calls for f in forms], self.options, beside, _related(others, calls))
+        return TrainingStep([f.calls for f in forms], self.options, beside, related(others, calls))
 
     def compile_step(self, form: _KnownForm) -> None:
         """Plan and compile the graphs of a step for what was seen of it; refuse them if it does
@@ -373,58 +366,54 @@ class Ledger:
                 return
             # Not raised here: the caller may belong to another model.
             for call in form.calls:
-                call.graph.refusal = refusal
+                call.graph.refuse(refusal)
 
     def forget_steps(self) -> None:
-        """All graphs will be compiled anew: those of the steps so far are not run again."""
+        """Drop what is known of steps: all graphs are compiled anew."""
         with self.lock:
             self.calls.clear()
             self.forms.clear()
             self.together.clear()
-            self.observing = self.is_partial = False
-            self.recorded_steps = self.surprises = 0
+            self.recording.reset()
 
     def forms_with(self, form: _KnownForm) -> list[_KnownForm]:
         """The known forms that have a graph in common with ``form``, which is among them."""
         graphs = {c.graph for c in form.calls}
         return [f for f in self.forms if graphs & {c.graph for c in f.calls}]
 
-    def related_calls(self) -> list[Call]:
+    def related_calls(self) -> list[GraphCall]:
         """Calls of the known forms that belong to the models of the step that runs.
 
         Not of a form that is one call: that is another batch, which is no part of a step.
         """
         forms = [calls for form in self.forms if len(calls := form.calls) > 1]
-        return _related([c for calls in forms for c in calls], self.calls)
+        return related([c for calls in forms for c in calls], self.calls)
 
-    def surprise(self, graph: SharedGraph) -> None:
-        """More calls wait for their backward than the graph's plan knows of.
+    def unforeseen_call(self, graph: SharedGraph) -> None:
+        """More calls wait for their backward than the graph's plan foresees.
 
-        From here on it saves as little as it can, until the step is known: its next calls may be
-        many.  A step that is another one each time is looked at a few times only.
+        There may be many more calls to come, so the graph is compiled to save as little as possible
+        until the step is known.
         """
-        if not self.observing and self.surprises < _MOST_SURPRISES:
-            self.surprises += 1
-            self.is_partial = not self.is_recording
-            self.observing, self.recorded_steps = True, _RECORDED_STEPS
+        self.recording.unforeseen_call()
         planned = graph.planned
         if planned is None or planned.program.boundary is None:
             return
         if any(w.planned is None for w in graph.waiting.values()):
             return  # a checkpointed region has to be computed again by the code that it ran with
         try:
-            self.squeeze(graph, planned)
+            self.save_least(graph, planned)
         except InfeasibleBudgetError:
-            if not self.let_go():
+            if not self.release_saved():
                 raise
-            log.info(_LET_GO)
-            self.squeeze(graph, planned)
+            log.info(_RELEASED)
+            self.save_least(graph, planned)
 
-    def squeeze(self, graph: SharedGraph, planned: Planned) -> None:
-        """Compile a graph to save as little as it can, unless it is small.
+    def save_least(self, graph: SharedGraph, planned: Planned) -> None:
+        """Compile a graph to save as little as possible, unless it is small.
 
         Raises:
-            InfeasibleBudgetError: if that is too large beside what waits.
+            InfeasibleBudgetError: if there is no room for it beside the calls that wait.
         """
         assignment = self.first_assignment(True, graph)
         chosen, outside_bytes = planned.chosen, assignment.rest.outside_bytes
@@ -443,13 +432,13 @@ class Ledger:
             )
 
     def look_beside(self, graph: SharedGraph, kept_bytes: int) -> None:
-        """What lies beside ``graph`` changed; its budget holds all the same, before it runs.
+        """What lies beside ``graph`` changed: adjust what it may hold before it runs.
 
         Args:
             kept_bytes: gradients that its own parameters have.
 
         Raises:
-            InfeasibleBudgetError: if it cannot.
+            InfeasibleBudgetError: if there is no room for that.
         """
         with self.lock:
             graph.kept.last_bytes = kept_bytes
@@ -476,11 +465,10 @@ class Ledger:
                     format_bytes(graph.kept_bytes),
                     "they come off the budget" if is_held else "it holds as much more",
                 )
-            graph.family.reconsider()
-            graph.has_to_choose = True
+            graph.mark_outdated()
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that was made late, or given more to do, is counted before it steps.
+        """Count an optimizer before its step, if it is new or has other parameters than before.
 
         Raises:
             InfeasibleBudgetError: if its step does not fit; graphs make room when they are called.
@@ -506,7 +494,7 @@ class Ledger:
         return [p for g in [graph, *alive] for p in g.kept.parameters()]
 
     def note_together(self, graph: SharedGraph, holding: Counter[int]) -> None:
-        """Graphs that wait for their backward at one time are of one step."""
+        """Note that graphs which wait for their backward at the same time belong to one step."""
         mine = self.together.setdefault(graph.serial, {graph.serial})
         for serial in holding:
             if serial not in mine:
@@ -516,8 +504,8 @@ class Ledger:
 
     def after_call(
         self, graph: SharedGraph, args: Sequence[Any], result: Any, before: Counter[int], node: Any
-    ) -> Call:
-        """Remember the call, as one of the step's."""
+    ) -> GraphCall:
+        """Record the call."""
         with self.lock:
             call = Call.of(graph, args, result, before, node)
             if self.is_recording:
@@ -527,9 +515,12 @@ class Ledger:
     # In the backward of a step that is recorded
 
     def collect_garbage(self) -> None:
-        """Once in a step that is looked at: compiling leaves cycles, which hold the user's frames,
-        and with them what these frames have let go of."""
-        if self.observing and all(c.live_outputs is None for c in self.calls):
+        """Collect garbage once in an observed step, before its first backward.
+
+        Compiling leaves reference cycles that hold the user's frames, and with them tensors that
+        the user no longer holds.
+        """
+        if self.recording.is_observing and all(c.live_outputs is None for c in self.calls):
             gc.collect()
 
     def before_backward(self, graph: SharedGraph, waiting: Waiting) -> None:
@@ -560,7 +551,11 @@ class Ledger:
                 raise
 
     def check_handed_on(self, graph: SharedGraph, waiting: Waiting, planned: Planned) -> None:
-        """Whether somebody holds what the plan takes to be given up, and what then."""
+        """Make room if the caller still holds outputs or tangents that the plan takes to be gone.
+
+        Raises:
+            InfeasibleBudgetError: if there is none.
+        """
         call, assignment = waiting.call, planned.assignment
         if call is None or call.live_outputs is None:
             return
@@ -569,14 +564,13 @@ class Ledger:
             more_bytes += planned.program.tangent_bytes
         if not more_bytes:
             return
-        # The next step is looked at.
-        self.observing, self.is_partial, self.recorded_steps = True, True, _RECORDED_STEPS
+        self.recording.outputs_are_held()
         budget_bytes, rest = self.budget_of_holding(planned), assignment.rest
         outside_bytes = rest.outside_bytes + more_bytes
         if budget_bytes is None or outside_bytes + planned.chosen.peak_with(rest) <= budget_bytes:
             return
         outside_bytes += rest.gradient_bytes
-        if not waiting.let_go():
+        if not waiting.release_saved():
             raise InfeasibleBudgetError(
                 budget_bytes, minimum_bytes=outside_bytes + planned.chosen.backward_peak_bytes
             )
@@ -586,9 +580,9 @@ class Ledger:
         )
 
     def budget_of_holding(self, planned: Planned) -> int | None:
-        """What a graph was planned for, if its caller holds all that the plan takes to be given up.
+        """The budget of a graph whose caller holds all that its plan takes to be gone.
 
-        Such a step holds more without a budget too, and a share of that is a larger budget.
+        Such a step holds more without a budget as well, so a share of that is a larger budget.
         """
         budget_bytes = planned.assignment.budget_bytes
         if budget_bytes is None or self.options.budget.kind is not BudgetKind.SHARE:
@@ -604,20 +598,20 @@ class Ledger:
     def fit_backward(
         self, graph: SharedGraph, waiting: Waiting, planned: Planned, budget_bytes: int
     ) -> None:
-        """As `before_backward`."""
+        """As `before_backward`, for a step that is recorded."""
         outside_bytes = self.outside_bytes(graph, waiting)
         needed_bytes = outside_bytes + planned.chosen.backward_peak_bytes
         if waiting.call is not None and waiting.call.live_outputs is not None:
             needed_bytes += waiting.call.bytes_of(planned.given_up & waiting.call.live_outputs)
             if holds_tangents(waiting.call, planned.assignment):
                 needed_bytes += planned.program.tangent_bytes
-        if not waiting.is_let_go:
+        if not waiting.is_released:
             if needed_bytes <= budget_bytes:
                 return
             seen = planned.handing_on(self.handed_on(waiting))
             if outside_bytes + seen.chosen.backward_peak_bytes <= budget_bytes:
                 return
-            if not waiting.let_go():
+            if not waiting.release_saved():
                 raise InfeasibleBudgetError(budget_bytes, minimum_bytes=needed_bytes)
         # Its outputs may be with the caller, beside those that are computed again.
         outside_bytes += planned.returned_bytes if waiting.call is None else waiting.call.live_bytes
@@ -637,9 +631,9 @@ class Ledger:
             )
 
     def handed_on(self, waiting: Waiting) -> HandedOn:
-        """What nobody holds beside a call whose backward begins, as far as that can be seen now.
+        """The outputs and tangents of a call that nobody holds when its backward begins.
 
-        The gradients of what other graphs took are taken to be theirs to give away.
+        Tangents of outputs that other graphs took are assumed to be held by nobody else.
         """
         call = waiting.call
         if call is None or call.live_outputs is None:
@@ -660,7 +654,7 @@ class Ledger:
                 replace(c, is_unused=None) if c.node is not None and waits(c.node) else c
                 for c in self.calls
             ]
-            step = Step([calls], self.options, graph.assignment.beside)
+            step = TrainingStep([calls], self.options, graph.assignment.beside)
             of_step = step.budget_bytes() if graph in step.graphs else None
             of_model = graph.budget_bytes(planned)  # the largest step seen, which may be another
             return of_step if of_step is None or of_model is None else max(of_step, of_model)
@@ -683,19 +677,13 @@ class Ledger:
         return max(0, held_bytes - graph.planned.chosen.constant_bytes) + sum(made.values())
 
 
-def holds_tangents(call: Call, assignment: Assignment) -> bool:
-    """Whether somebody seems to hold gradients that a plan takes to be given up."""
+def holds_tangents(call: GraphCall, assignment: Assignment) -> bool:
+    """Whether somebody seems to hold the tangents that a plan takes to be gone after their use."""
     if not assignment.handed_on.tangents:
         return False
     if assignment.holders:  # of the step that was looked at
         return call.holders > assignment.holders
     return not assignment.more_follow and not are_unheld(call.holders)
-
-
-def _related(others: Sequence[Call], calls: Sequence[Call]) -> list[Call]:
-    """Those of ``others`` that read a parameter which ``calls`` read too: of the same models."""
-    parameters = {address for call in calls for address in call.parameters}
-    return [call for call in others if parameters & call.parameters.keys()]
 
 
 class _KnownForm:
@@ -705,7 +693,7 @@ class _KnownForm:
         signature: equal for steps of the same form.
     """
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[GraphCall]) -> None:
         for call in calls:
             call.see_next_step()
         self._calls = [(weakref.ref(c.graph), replace(c, graph=None)) for c in calls]  # type: ignore[arg-type]
@@ -717,7 +705,7 @@ class _KnownForm:
         return all(graph() is not None for graph, _ in self._calls)
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[GraphCall]:
         """As they were."""
         return [replace(c, graph=g) for graph, c in self._calls if (g := graph()) is not None]
 
@@ -738,7 +726,7 @@ def ledger_of(options: Options) -> Ledger:
 
 
 def forget_steps() -> None:
-    """``torch._dynamo.reset`` was called."""
+    """``torch._dynamo.reset`` was called: see `Ledger.forget_steps`."""
     with _LOCK:
         ledgers = list(_LEDGERS.values())
     for ledger in ledgers:

@@ -1,0 +1,1 @@
+"""Compiling one Dynamo graph: planning it, then Inductor or the eager executor, then its report."""

@@ -1,0 +1,209 @@
+"""Compiling with Inductor, within a plan, and the check of what was really compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtrcompile.compilation.planning import plan_inference, plan_step
+from dtrcompile.compilation.session import CURRENT, Session, SessionState
+from dtrcompile.compilation.settings import inductor_patches
+from dtrcompile.options import Options
+from dtrcompile.passes.device.allocators import EXACT, allocator_of
+from dtrcompile.passes.errors import VerificationError, format_bytes
+from dtrcompile.passes.fitting.fit import Outcome
+from dtrcompile.passes.fitting.inductor_model import ScheduleSizeModel
+from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.fitting.settings import AMPLE
+from dtrcompile.passes.graphs.emit import lower_frees
+from dtrcompile.passes.graphs.recompute_tags import tag_scopes
+from dtrcompile.passes.inductor import LoweredStep, Wrapper, trace
+from dtrcompile.passes.inductor.patches import Purpose, applied
+from dtrcompile.passes.inductor.step import is_planned, planned_config
+from dtrcompile.passes.program.sizes import at_sizes
+from dtrcompile.passes.torch_private import (
+    CompiledFxGraph,
+    CustomPartitionerFn,
+    compile_fx,
+    compile_fx_inner,
+    functorch_config,
+    keeps_graph,
+    min_cut_rematerialization_partition,
+)
+from dtrcompile.report import next_graph_index
+from dtrcompile.source_hash import package_hash
+from dtrcompile.steps.planned import Assignment
+
+log = logging.getLogger("dtrcompile")
+
+
+class DTRPartitioner(CustomPartitionerFn):
+    """The hook: Inductor's joint graph in, forward and backward graphs out.
+
+    Stateless and picklable, because Inductor makes it part of its cache keys.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Split ``gm`` by default, then replace the split by a plan's graphs if need be."""
+        tag_scopes(gm)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        session = CURRENT.get() or Session(self.options, next_graph_index(), Assignment())
+        outcome = plan_step(
+            session,
+            forward,
+            backward,
+            num_fwd_outputs=kwargs["num_fwd_outputs"],
+            static_input_indices=kwargs.get("static_lifetime_input_indices") or (),
+        )
+        if outcome.chosen is None:
+            return forward, backward
+        emitted = outcome.chosen.emitted
+        assert emitted.backward is not None
+        lower_frees(emitted.forward)
+        lower_frees(emitted.backward)
+        return emitted.forward, emitted.backward
+
+    def uuid(self) -> object:
+        """Covers the package's source, every option, the devices there are and their allocator."""
+        devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        allocator = allocator_of(torch.device("cuda")) if devices else EXACT
+        return (package_hash(), self.options.cache_key(), tuple(devices), repr(allocator))
+
+
+def compile_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with Inductor, which asks `DTRPartitioner` for its graphs."""
+    options = session.options
+    patches = inductor_patches(options)
+    patches["custom_partitioner_fn"] = DTRPartitioner(options)
+    token = CURRENT.set(session)
+    try:
+        # AOTAutograd's own cache would skip the partitioner, and with it the plan and its report;
+        # Inductor's code cache stays on.
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(  # type: ignore[no-any-return]
+                gm,
+                example_inputs,
+                inner_compile=functools.partial(_inner_compile, session),
+                config_patches=patches,
+            )
+    finally:
+        CURRENT.reset(token)
+
+
+def _inner_compile(
+    session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+) -> Any:
+    """Stands in for Inductor's ``compile_fx_inner``: plans inference graphs, keeps plans' order."""
+    if kwargs.get("is_inference", False):
+        gm = plan_inference(session, gm)
+        lower_frees(gm)
+    as_planned = planned_config() if is_planned(gm) else contextlib.nullcontext()
+    with applied(Purpose.EVERY_COMPILATION), as_planned:
+        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+    is_backward = bool(kwargs.get("is_backward", False))
+    if not session.options.verify:
+        session.leave_unverified("the option 'verify' is off")
+    elif isinstance(compiled, CompiledFxGraph):
+        _check_final(session, gm, compiled, is_backward=is_backward)
+    else:
+        session.leave_unverified("Inductor returned no Python wrapper that could be run")
+    return compiled
+
+
+def _check_final(
+    session: Session, gm: fx.GraphModule, compiled: CompiledFxGraph, *, is_backward: bool
+) -> None:
+    """Replay what was really compiled, cached or not, and hold it to the promise.
+
+    Raises:
+        VerificationError: if the final schedule holds more than the budget.
+    """
+    outcome = session.outcome
+    if outcome is None:
+        return
+    captured = outcome.captured
+    wrapper = replace(
+        _lowered_before(outcome, is_backward=is_backward),
+        source=compiled.source_code,
+        constants=dict(compiled.constants or {}),
+    )
+    if is_backward:
+        if not session.wrappers:
+            session.leave_unverified("forward was not compiled in this process with backward")
+            return
+        del session.wrappers[1:], session.graphs[1:]  # one that was refused
+    else:
+        session.wrappers.clear()
+        session.graphs.clear()
+    session.wrappers.append(wrapper)
+    session.graphs.append(gm)
+    backward_follows = captured.backward is not None and not is_backward
+    if backward_follows and not outcome.is_guess:
+        return
+    with at_sizes(session.assignment.sizes):
+        backward = session.wrappers[1] if is_backward else None
+        final = LoweredStep(captured, tuple(session.graphs), session.wrappers[0], backward)
+        measured = replace(Measured.of(trace(final)), by_sizes=ScheduleSizeModel(final))
+    if outcome.is_guess:
+        if backward_follows:
+            measured = measured.with_backward(outcome.baseline_measured)
+        session.measured_estimate(measured, backward_follows=backward_follows)
+        if is_backward and session.state is SessionState.TOO_LARGE:
+            guess = outcome.baseline[2].peak_bytes
+            raise VerificationError(
+                f"Inductor's final schedule holds {measured.peak_bytes} bytes at"
+                f" {measured.peak_at!r}, more than the budget. The budget looked ample beside an"
+                f" estimate of {guess} bytes, so nothing was planned: pass one below"
+                f" {AMPLE * guess} bytes, and the peak is measured before anything is compiled; and"
+                " please report the model."
+            )
+        return
+    peak_bytes = measured.peak_with(outcome.rest)
+    promised = outcome.measured.peak_with(outcome.rest)
+    budget_bytes = outcome.budget_bytes
+    if budget_bytes is not None:
+        budget_bytes -= outcome.rest.outside_bytes
+    allowed = promised if budget_bytes is None else max(budget_bytes, promised)
+    log.debug("final schedule %s, promised %s", format_bytes(peak_bytes), format_bytes(promised))
+    if peak_bytes > allowed:
+        if is_backward and keeps_graph():
+            # Backward may not write over what forward saved, as it was planned to.
+            if budget_bytes is None:
+                session.keep_graph(measured)
+                return
+            raise VerificationError(
+                f"backward(retain_graph=True) holds {peak_bytes} bytes at"
+                f" {measured.peak_at!r}, more than the {allowed} promised: what forward saved must"
+                " survive it. Set torch._functorch.config.donated_buffer = False before the model"
+                " is compiled, and it is planned so."
+            )
+        raise VerificationError(
+            f"Inductor's final schedule holds {peak_bytes} bytes at"
+            f" {measured.peak_at!r}, more than the {allowed} promised. Lower the budget by"
+            f" {peak_bytes - allowed} bytes, or pass options={{'verify': False}} to accept"
+            " the overrun; and please report the model."
+        )
+    session.verify(measured)
+
+
+def _lowered_before(outcome: Outcome, *, is_backward: bool) -> Wrapper:
+    """What was read while the graph was planned, which tells what each buffer belongs to."""
+    by_sizes = outcome.measured.by_sizes
+    found = None
+    if isinstance(by_sizes, ScheduleSizeModel):
+        found = by_sizes.lowered.backward if is_backward else by_sizes.lowered.forward
+    return Wrapper("", {}) if found is None else found

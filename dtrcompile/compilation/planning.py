@@ -1,0 +1,133 @@
+"""Planning the graphs that PyTorch's default split gives, the same for both compilers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from dtrcompile.compilation.probing import ProbedPlan, is_probing
+from dtrcompile.compilation.session import Session, device_of_graph
+from dtrcompile.outside.surroundings import SurroundingBytes
+from dtrcompile.passes.device.allocators import EXACT, allocator_of
+from dtrcompile.passes.device.costs import make_cost_model
+from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.fitting.fit import MemoryModel, Outcome, RefereeModel, constant_bytes, fit
+from dtrcompile.passes.fitting.inductor_model import InductorModel
+from dtrcompile.passes.graphs.capture import Captured, capture
+from dtrcompile.passes.graphs.modules import output_arguments
+from dtrcompile.passes.inductor.step import device_of
+from dtrcompile.passes.planning.planners import make_planner
+from dtrcompile.passes.program.program import StorageKind
+from dtrcompile.passes.program.sizes import at_sizes
+from dtrcompile.passes.torch_private import TracingContext
+from dtrcompile.steps.planned import around_bytes
+
+
+def plan_step(
+    session: Session,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule | None,
+    *,
+    num_fwd_outputs: int,
+    static_input_indices: Iterable[int],
+) -> Outcome:
+    """Capture, plan, emit and report, at the sizes that the session is for.
+
+    Raises:
+        InfeasibleBudgetError: if no plan stays within the budget.
+    """
+    with at_sizes(session.assignment.sizes):
+        return _plan_at_sizes(
+            session,
+            forward,
+            backward,
+            num_fwd_outputs=num_fwd_outputs,
+            static_input_indices=static_input_indices,
+        )
+
+
+def plan_inference(session: Session, gm: fx.GraphModule) -> fx.GraphModule:
+    """As `plan_step`, for a graph without a backward.
+
+    Returns:
+        The graph to compile.
+    """
+    context = TracingContext.try_get()
+    static: Sequence[int] = ()
+    if context is not None and context.fw_metadata is not None:
+        static = context.fw_metadata.static_input_indices or ()
+    outcome = plan_step(
+        session,
+        gm,
+        None,
+        num_fwd_outputs=len(output_arguments(gm)),
+        static_input_indices=static,
+    )
+    return gm if outcome.chosen is None else outcome.chosen.emitted.forward
+
+
+def _plan_at_sizes(
+    session: Session,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule | None,
+    *,
+    num_fwd_outputs: int,
+    static_input_indices: Iterable[int],
+) -> Outcome:
+    options = session.options
+    is_inductor = options.compiler == "inductor"
+    start = time.perf_counter()
+    device = device_of_graph(forward)
+    captured = capture(
+        forward,
+        backward,
+        num_fwd_outputs=num_fwd_outputs,
+        static_input_indices=static_input_indices,
+        cost_model=make_cost_model(options.cost_model, device),
+        # The eager executor counts what it asks for.
+        allocator=allocator_of(device) if is_inductor else EXACT,
+    )
+    captured = captured.handing_on(session.assignment.handed_on)
+    session.capture_s = time.perf_counter() - start
+    planner = make_planner(options.planner, **options.planner_options())
+    model: MemoryModel = (
+        InductorModel(is_checked_later=session.may_estimate) if is_inductor else RefereeModel()
+    )
+    session.available_bytes = _available_bytes(captured, session.assignment.beside)
+    if backward is not None:
+        session.around_bytes = around_bytes(captured.program)
+    try:
+        outcome = fit(
+            captured,
+            planner,
+            session.terms,
+            model,
+            is_whole_peak=options.is_whole_peak,
+            always_emit=not is_inductor,
+        )
+    except InfeasibleBudgetError as refusal:
+        if refusal.minimum_bytes is not None:  # of the two minima, the larger one
+            session.check_optimizer_step(refusal.minimum_bytes)
+        raise
+    session.has_planned(outcome)
+    if is_probing():
+        raise ProbedPlan(outcome)
+    if not outcome.is_guess:
+        session.note_baseline(outcome.baseline_measured)
+        session.report()
+    return outcome
+
+
+def _available_bytes(captured: Captured, beside: SurroundingBytes) -> int | None:
+    """What ``"auto"`` may take: free memory, this process's cache, and what the graphs hold."""
+    device = device_of(captured)
+    if device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    totals = constant_bytes(captured)
+    held_bytes = totals[StorageKind.PARAMETER] + totals[StorageKind.INPUT]
+    return int(free_bytes + cached_bytes + held_bytes + beside.present_bytes)

@@ -1,0 +1,144 @@
+"""The report of a compilation, and the files that it leaves for bug reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from dtrcompile import artifacts
+from dtrcompile.options import Options
+from dtrcompile.passes.device.workspaces import unknown_workspaces
+from dtrcompile.passes.fitting.fit import Outcome
+from dtrcompile.passes.fitting.inductor_model import ScheduleSizeModel
+from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.graphs.capture import Captured
+from dtrcompile.passes.inductor import schedule_trace, trace
+from dtrcompile.passes.program import io
+from dtrcompile.passes.program.sizes import at_sizes
+from dtrcompile.report import CompileReport, add_report, reports
+from dtrcompile.steps.planned import Assignment
+
+_UNSPLIT = (
+    "above 1 MiB, blocks may be up to 1 MiB larger than tensors, and each counts as that; with"
+    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True they are not"
+)
+
+
+def add_compile_report(
+    graph: int,
+    options: Options,
+    assignment: Assignment,
+    outcome: Outcome,
+    *,
+    device: torch.device,
+    capture_s: float,
+    around_bytes: int,
+    verification: str,
+    waits_for_step: bool,
+    graph_break: str,
+    is_logged: bool = True,
+) -> None:
+    """Add the report of one plan of a graph, in place of an earlier one, and leave its artifacts.
+
+    Args:
+        graph: its index.
+        device: that the graph computes on.
+        capture_s: seconds spent on the capture.
+        around_bytes: of a training step, constants and results; 0 for inference.
+        verification: whether the compiled code was held to the promise, as text.
+        waits_for_step: the budget is a share of a training step that has not been seen yet.
+        graph_break: the message about the graph break that the graph ends in; empty for none.
+    """
+    beside, rest = assignment.beside, assignment.rest
+    captured, chosen = outcome.captured, outcome.chosen
+    plan, _, stats = outcome.baseline
+    measured = outcome.baseline_measured
+    if chosen is not None:
+        plan, stats, measured = chosen.plan, chosen.stats, chosen.measured
+    notes: Sequence[str] = (
+        assignment.note,
+        f"{options.budget} is a share of a training step, and none was seen yet; until one is,"
+        " this graph runs without a budget. To bound it all the same, give bytes"
+        if waits_for_step
+        else "",
+        "ample budget: peaks are estimates until backward has run" if outcome.is_guess else "",
+        "" if captured.allocator.splits_all else _UNSPLIT,
+        graph_break,
+        *_unknown_workspaces(captured),
+        *beside.notes,
+    )
+    add_report(
+        CompileReport(
+            graph=graph,
+            kind="inference" if captured.backward is None else "training",
+            compiler=options.compiler,
+            device=str(device),
+            budget=str(options.budget),
+            budget_bytes=outcome.budget_bytes,
+            baseline_peak_bytes=outcome.baseline_measured.peak_bytes,
+            promised_peak_bytes=measured.peak_bytes,
+            planned_peak_bytes=stats.peak_bytes,
+            promised_split=measured.split,
+            saved_bytes=measured.saved_bytes,
+            overhead=stats.overhead,
+            operators=len(captured.program.operators),
+            recomputed={captured.program.operators[o].name: n for o, n in stats.recomputed.items()},
+            planner=plan.planner,
+            planning_s=capture_s + outcome.planning_s,
+            lowering_s=outcome.lowering_s,
+            is_plan_from_disk=outcome.is_kept,
+            outside_bytes=outcome.rest.outside_bytes,
+            step_peak_bytes=rest.outside_bytes + measured.peak_with(rest),
+            baseline_step_peak_bytes=rest.outside_bytes + outcome.baseline_measured.peak_with(rest),
+            verification=verification,
+            beside=beside.resident,
+            optimizer_step_bytes=beside.in_step_bytes(around_bytes) if around_bytes else 0,
+            first_optimizer_step_bytes=(
+                beside.in_first_step_bytes(around_bytes) if around_bytes else 0
+            ),
+            notes=tuple(note for note in notes if note),
+            plan=assignment.number,
+            sizes=str(assignment.sizes or ""),
+            peak_formula=_formula_text(measured),
+        ),
+        is_logged=is_logged,
+    )
+    _leave_artifacts(graph, assignment, outcome)
+
+
+def _leave_artifacts(graph: int, assignment: Assignment, outcome: Outcome) -> None:
+    """Write program, plan, schedule and report to files, if the user asked for them."""
+    if not artifacts.are_wanted():
+        return
+    texts = {
+        "program.json": io.to_json(outcome.captured.program),
+        "plan.txt": outcome.plan.to_text(),
+    }
+    by_sizes = outcome.measured.by_sizes
+    if isinstance(by_sizes, ScheduleSizeModel):
+        with at_sizes(assignment.sizes):
+            texts["schedule.json"] = schedule_trace.to_json(trace(by_sizes.lowered))
+    number = f"-plan{assignment.number}" if assignment.number else ""
+    for report in reports():
+        if (report.graph, report.plan) == (graph, assignment.number):
+            texts["report.txt"] = f"{report}\n"
+    artifacts.leave(f"graph{graph}{number}", texts)
+
+
+def _formula_text(measured: Measured) -> str:
+    """The peak as a formula in the graph's symbols; empty where there are none."""
+    formulas = None if measured.by_sizes is None else measured.by_sizes.formulas
+    return "" if formulas is None else str(formulas)
+
+
+def _unknown_workspaces(captured: Captured) -> list[str]:
+    graphs: list[fx.GraphModule] = [
+        g for g in (captured.forward, captured.backward) if g is not None
+    ]
+    return [
+        f"what {name} holds while it runs is not known and does not count, because it could not be"
+        f" run on zeros ({why}); dtrcompile.declare_operator can say it"
+        for name, why in unknown_workspaces(graphs).items()
+    ]

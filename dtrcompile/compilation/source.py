@@ -1,0 +1,149 @@
+"""A Dynamo graph, and what it takes to compile it, more than once if need be."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from dtrcompile.compilation.eager import compile_eager
+from dtrcompile.compilation.inductor import compile_inductor
+from dtrcompile.compilation.probing import is_probing
+from dtrcompile.compilation.session import Session
+from dtrcompile.options import Options
+from dtrcompile.passes.graphs.modules import copied_module, placeholders
+from dtrcompile.passes.inductor.guards import noting_guards
+from dtrcompile.passes.torch_private import TensorifyState, TracingContext, tracing
+from dtrcompile.report import next_graph_index
+from dtrcompile.steps.planned import Assignment, Code
+from dtrcompile.steps.step_peak import StepPeak
+from dtrcompile.steps.symbols import Symbols
+
+
+class GraphSource:
+    """A Dynamo graph, and what it takes to compile it, also a second time."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        symbols: Symbols,
+        step_peak: StepPeak,
+        graph_break: str,
+    ) -> None:
+        self.options = options
+        self.graph_break = graph_break
+        self.symbols = symbols
+        self.step_peak = step_peak
+        self.graph = next_graph_index()
+        self.context = TracingContext.try_get()
+        # The first compilation's; later ones use a copy, because compilation changes the graph,
+        # and fake inputs, because real ones would be held.
+        self.first: tuple[fx.GraphModule, Sequence[Any]] | None = (gm, example_inputs)
+        self.again = copied_module(gm)
+        self.ambient = _Ambient.now()
+        # Numbers that the graph holds as they are; Dynamo forgets which when it is done.
+        self.fixed_numbers = frozenset(TensorifyState.force_specializations)
+        # The graph's plans by their numbers.
+        self.sessions: dict[int, Session] = {}
+
+    def compile(self, assignment: Assignment) -> Code:
+        """Compile for an assignment."""
+        sizes = assignment.sizes
+        if sizes is None and self.symbols:
+            sizes = self.symbols.sizes(self.symbols.hints())
+
+        def new_session(may_estimate: bool) -> Session:
+            return Session(
+                self.options,
+                self.graph,
+                replace(assignment, sizes=sizes),
+                self.step_peak,
+                may_estimate=may_estimate,
+                graph_break=self.graph_break,
+            )
+
+        is_first = self.first is not None
+        shape_env = None if is_first or not self.symbols else _shape_env(self.context)
+        with noting_guards(shape_env) as guards:
+            session = new_session(self.options.verify and not is_probing())
+            function = self._compile(session)
+            if session.has_to_plan_after_all():
+                session = new_session(False)
+                function = self._compile(session)
+        self._make_current(session)
+        return Code(
+            function,
+            session.planned,
+            functools.partial(self._restore, session),
+            session.change_assignment,
+            session.assignment,
+            tuple(guards),
+        )
+
+    def _make_current(self, session: Session) -> None:
+        """The reports of its plan are this session's from here on."""
+        number = session.assignment.number
+        if number in self.sessions:
+            self.sessions[number].is_replaced = True
+        self.sessions[number] = session
+        session.is_replaced = False
+
+    def _restore(self, session: Session) -> None:
+        """Go on with the code of a session, whatever has been compiled since."""
+        self._make_current(session)
+        if session.outcome is not None:
+            session.report()
+
+    def _compile(self, session: Session) -> Callable[..., Any]:
+        compiler = compile_eager if self.options.compiler == "eager" else compile_inductor
+        if self.first is not None:
+            gm, example_inputs = self.first
+            self.first = None
+            return compiler(gm, example_inputs, session)
+        gm = copied_module(self.again)
+        inputs = [n.meta.get("example_value") for n in placeholders(gm)]
+        fixed_numbers = mock.patch.object(
+            TensorifyState, "force_specializations", set(self.fixed_numbers)
+        )
+        with self.ambient.restored(), tracing(self.context), fixed_numbers:
+            return compiler(gm, inputs, session)
+
+
+def _shape_env(context: TracingContext | None) -> Any:
+    mode = None if context is None else context.fake_mode
+    return None if mode is None else mode.shape_env
+
+
+@dataclass(frozen=True)
+class _Ambient:
+    """The modes around a compilation that decide what is traced."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @staticmethod
+    def now() -> _Ambient:
+        return _Ambient(
+            torch.is_grad_enabled(),
+            tuple(
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in ("cpu", "cuda")
+            ),
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            yield

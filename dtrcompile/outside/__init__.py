@@ -1,0 +1,1 @@
+"""What runs outside of the compiled graphs, and what is held there."""
