@@ -29,7 +29,7 @@ from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
 from dtrcompile.passes.program.io import from_checkmate_json, shared_data
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
-from tests.property.random_programs import random_program
+from workloads.random_programs import random_program
 
 # The oracle itself, and what bench.planner_milp compares.
 SLOW = frozenset({"brute-force", "checkmate", "checkmate-lp"})

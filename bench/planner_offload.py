@@ -23,13 +23,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench.synthetic import transformer
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import keep_all, make_planner
 from dtrcompile.passes.program.host_link import HostLink
 from dtrcompile.passes.program.io import from_simrd_log, shared_data
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
+from workloads.synthetic import transformer
 
 _ACTIVATION_BYTES = 8192 * 1024 * 2
 _UNIT_NS = 3500

@@ -20,13 +20,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.lower_bound import lower_bound_overhead
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.heuristics import HEURISTICS
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.program.io import from_checkmate_json, from_simrd_log, shared_data
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
+from workloads.bounds import lower_bound_overhead
 
 _PAPER = ("h_dtr", "h_dtr_eq", "h_dtr_local", "h_msps", "h_lru", "h_size")
 SIMRD_NAMES = {

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.planner_chains import optimum_cost
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import keep_all, lower_bound_bytes, make_planner
 from dtrcompile.passes.program.io import from_checkmate_json, from_simrd_log, shared_data
 from dtrcompile.passes.program.replay import replay
+from workloads.bounds import unit_chain_cost
 
 DATA = shared_data()
 pytestmark = pytest.mark.skipif(
@@ -62,7 +62,7 @@ def test_the_binomial_formula_is_the_optimum_of_unit_chains(layers: int) -> None
     proven = [r for r in references if r.milp_status == "optimal"]
     assert proven
     for reference in proven:
-        cost_ns = optimum_cost(layers, reference.budget_bytes)
+        cost_ns = unit_chain_cost(layers, reference.budget_bytes)
         assert cost_ns / program.cost_ns == pytest.approx(reference.milp_overhead, abs=1e-6)
         plan = make_planner("treeverse").plan(program, reference.budget_bytes)
         assert replay(program, plan)[1].cost_ns == cost_ns

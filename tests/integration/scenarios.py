@@ -1,6 +1,6 @@
 """Small training scripts, one for each feature that a user's model may have.
 
-Each is registered under its name and is given ``compile``; see `helpers.Scenario`.  Most put the
+Each is registered under its name and is given ``compile``; see `training.Scenario`.  Most put the
 feature between layers whose activations are worth evicting, so that the feature's own tensors are
 evicted and computed again at a small budget.
 """
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.integration.helpers import RELEASE, Compile, Observed, Scenario, state_of
+from workloads.training import RELEASE, Compile, Observed, Scenario, state_of
 
 WIDTH = 16
 BATCH = 64

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
-from bench import several_graphs
 from dtrcompile import backend, training_step, waiting
 from dtrcompile.passes.errors import ChangedInputError, InfeasibleBudgetError
-from tests.integration.helpers import (
+from tests.integration.scenarios import layers
+from workloads import several_graphs
+from workloads.training import (
     compile_dtr,
     gradients_of,
     live_peak_bytes,
@@ -32,7 +33,6 @@ from tests.integration.helpers import (
     relative_error,
     static_bytes,
 )
-from tests.integration.scenarios import layers
 
 WIDTH, BATCH, BLOCKS = 48, 512, 8
 WIDE = 128  # two buckets of gradients

@@ -11,7 +11,6 @@ import sympy
 import torch
 from torch import fx, nn
 
-from bench.captured import captured_of
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.errors import (
     InfeasibleBudgetError,
@@ -45,8 +44,9 @@ from dtrcompile.passes.program.program import Phase, StorageKind
 from dtrcompile.passes.program.replay import PlanStats, replay
 from dtrcompile.passes.program.tighten import tighten
 from dtrcompile.passes.torch_private import AllocateLine, FakeTensorMode
-from tests.integration.helpers import RELEASE
 from tests.integration.scenarios import WIDTH, Block
+from workloads.captured import captured_of
+from workloads.training import RELEASE
 
 
 class MLP(nn.Module):

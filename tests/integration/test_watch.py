@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import dtrcompile
 from dtrcompile.passes.errors import DTRError
-from tests.integration.helpers import compile_dtr
 from tests.integration.test_outside import line_of
+from workloads.training import compile_dtr
 
 ROWS, WIDTH, CLASSES = 256, 64, 1024
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.property.random_modules import Case, check, check_inductor, check_sizes
+from workloads.random_modules import Case, check, check_inductor, check_sizes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"

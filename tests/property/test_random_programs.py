@@ -22,8 +22,8 @@ from dtrcompile.passes.planning.planners import (
 from dtrcompile.passes.program.io import from_json, to_json
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
-from tests.property import random_programs
-from tests.property.random_programs import Pick
+from workloads import random_programs
+from workloads.random_programs import Pick
 
 EXAMPLES = int(os.environ.get("DTRCOMPILE_EXAMPLES", "200"))
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from bench.synthetic import ProgramBuilder, training_chain
 from dtrcompile.passes.errors import OptionError, PlanError, UnsupportedPlanError
 from dtrcompile.passes.planning.hoist import hoist
 from dtrcompile.passes.planning.planners import infeasible, keep_all, make_planner
@@ -28,6 +27,7 @@ from dtrcompile.passes.program.plan import (
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.program.replay import MemoryTimeline, PlanStats, replay
 from dtrcompile.passes.program.tighten import tighten
+from workloads.synthetic import ProgramBuilder, training_chain
 
 A, B, C, D = range(4)
 

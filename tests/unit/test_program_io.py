@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from bench.synthetic import training_chain, transformer
 from dtrcompile.passes.errors import ProgramError
 from dtrcompile.passes.planning.planners import keep_all
 from dtrcompile.passes.program.io import (
@@ -21,6 +20,7 @@ from dtrcompile.passes.program.io import (
 )
 from dtrcompile.passes.program.program import Phase
 from dtrcompile.passes.program.replay import replay
+from workloads.synthetic import training_chain, transformer
 
 
 def test_round_trip() -> None:

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from bench.synthetic import ProgramBuilder
-from bench.synthetic import training_chain as chain
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.fitting.sharing import (
     ALONE,
@@ -27,6 +25,8 @@ from dtrcompile.passes.program.plan import Boundary, Compute, Free
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.passes.program.tighten import tighten
+from workloads.synthetic import ProgramBuilder
+from workloads.synthetic import training_chain as chain
 
 # Two graphs, 10 bytes of constants each; the first hands 5 bytes on to the second, which has them
 # among its constants.

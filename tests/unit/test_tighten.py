@@ -13,7 +13,7 @@ from dtrcompile.passes.program.plan import Compute, Free, Plan
 from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.passes.program.tighten import tighten
-from tests.property.random_programs import random_program
+from workloads.random_programs import random_program
 
 
 def chain() -> Program:

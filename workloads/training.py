@@ -1,9 +1,9 @@
-"""What the tests that go through ``torch.compile`` share: compiling, comparing, unwrapping errors.
+"""What goes through ``torch.compile`` shares: compiling, comparing, unwrapping errors.
 
 A *scenario* is a training script in small: a function that is given ``compile`` (which wraps a
 module or a function), trains with it, and returns everything that a user could observe: outputs,
 gradients, buffers, mutated inputs.  Running one scenario with several values of ``compile`` and
-comparing what was observed is how most of these tests work.
+comparing what was observed is how most tests work.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compile_dtr(
     **options: object,
 ) -> Any:
     """``torch.compile(target, backend="dtr")``, without an installed entry point."""
-    # Imported late: a test that only needs the other helpers then runs without a backend.
+    # Imported late: whoever only needs the others then runs without a backend.
     from dtrcompile.backend import dtr
 
     return torch.compile(
