@@ -1,6 +1,6 @@
 """Plans of the public graphs, against the MILP optimum and the authors' own simulator.
 
-The data is not part of the repository; see `program_io.shared_data`.
+The data is not part of the repository; see `public_graphs.shared_data`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import keep_all, lower_bound_bytes, make_planner
-from dtrcompile.passes.program.io import from_checkmate_json, from_simrd_log, shared_data
 from dtrcompile.passes.program.replay import replay
 from workloads.bounds import unit_chain_cost
+from workloads.public_graphs import from_checkmate_json, from_simrd_log, shared_data
 
 DATA = shared_data()
 pytestmark = pytest.mark.skipif(
