@@ -251,13 +251,14 @@ def check(
         step = make_step(case)
         expected = run(step, case).as_dict()
         options: dict[str, Any] = {"inductor": {"fallback_random": True}} if case.is_random else {}
-        with executor_checked():
+        # Where an operator breaks the graph, its inputs need not tell the sizes after it.
+        with executor_checked(may_be_unsized=True):
             observed = run(compile_dtr(step, "min", **options), case).as_dict()
         if draws_as_eager:
             assert_close(observed, expected, rtol=rtol, atol=atol)
         reports = dtrcompile.reports()
         if case.is_random:
-            with executor_checked():
+            with executor_checked(may_be_unsized=True):
                 unbudgeted = run(compile_dtr(step, UNBUDGETED), case).as_dict()
                 observed = run(compile_dtr(step, "min"), case).as_dict()
             assert_bitwise(observed, unbudgeted)

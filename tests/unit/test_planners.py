@@ -161,14 +161,24 @@ def skip_program(costs: tuple[int, int, int, int], sizes: tuple[int, int, int, i
 
 
 @pytest.mark.parametrize(
-    ("costs", "sizes"),
-    [((1, 1, 1, 1), (1, 1, 1, 1)), ((1, 9, 2, 1), (2, 1, 3, 2)), ((5, 1, 1, 3), (1, 3, 2, 1))],
+    # Budgets that both planners meet, and plans of either that compute something again.
+    ("costs", "sizes", "met_by_all", "recomputing"),
+    [
+        ((1, 1, 1, 1), (1, 1, 1, 1), 2, 2),
+        ((1, 9, 2, 1), (2, 1, 3, 2), 2, 2),
+        ((5, 1, 1, 3), (1, 3, 2, 1), 3, 4),
+    ],
 )
 def test_no_planner_beats_the_optimum(
-    costs: tuple[int, int, int, int], sizes: tuple[int, int, int, int]
+    costs: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int],
+    met_by_all: int,
+    recomputing: int,
 ) -> None:
     program = skip_program(costs, sizes)
     peak = baseline_bytes(program)
+    met = {"auto": 0, "dtr": 0}
+    dearer = 0
     for budget_bytes in range(lower_bound_bytes(program), peak + 1):
         best = optimum_ns(program, budget_bytes, most_runs=9)
         for name in ("auto", "dtr"):
@@ -183,6 +193,11 @@ def test_no_planner_beats_the_optimum(
             assert cost_ns >= best
             if name == "auto":
                 assert cost_ns == best
+            met[name] += 1
+            dearer += cost_ns > program.cost_ns
+    # At all of the budgets that can be met, some of which take recomputation.
+    assert met == {"auto": met_by_all, "dtr": met_by_all}
+    assert dearer == recomputing
 
 
 # Polishing
