@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 # What most of the benchmarks import; nothing in it starts a thread.
-_SHARED = ("bench.measure", "bench.models", "dtrcompile.backend", "torch._inductor.compile_fx")
+_SHARED = ("bench.measure", "workloads.models", "dtrcompile.backend", "torch._inductor.compile_fx")
 
 
 def benchmarks() -> list[str]:

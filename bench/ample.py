@@ -36,10 +36,10 @@ from bench.measure import (
     use_kernel_cache,
     write_json_line,
 )
-from bench.models import MODELS
 from dtrcompile.backend import dtr
 from dtrcompile.passes.errors import format_bytes
 from dtrcompile.passes.torch_private import GraphLowering, inductor_config
+from workloads.models import MODELS
 
 TOLERANCE = 1e-6
 SEED = 1234

@@ -48,11 +48,11 @@ from bench.measure import (
     use_kernel_cache,
     write_json_line,
 )
-from bench.models import MODELS
 from dtrcompile.backend import dtr
 from dtrcompile.demo.memory import static_bytes
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
+from workloads.models import MODELS
 
 # Allowed relative error of the gradient under Inductor, from rounding that fusion changes.
 GRADIENT_TOLERANCE = 1e-5

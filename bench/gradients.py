@@ -33,10 +33,10 @@ from bench.measure import (
     use_kernel_cache,
     write_json_line,
 )
-from bench.models import MODELS
 from dtrcompile.backend import dtr
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.torch_private import functorch_config
+from workloads.models import MODELS
 
 TOLERANCE = 1e-5
 SEED = 1234

@@ -32,14 +32,14 @@ from bench.measure import (
     use_kernel_cache,
     write_json_line,
 )
-from bench.models import ResNet
-from bench.models import Sizes as ResNetSizes
-from bench.several_graphs import loss_of, trunk
 from dtrcompile.backend import dtr
 from dtrcompile.demo.gpt import GPT, GPTSizes
 from dtrcompile.demo.memory import static_bytes, trace_step
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
+from workloads.models import ResNet
+from workloads.models import Sizes as ResNetSizes
+from workloads.several_graphs import loss_of, trunk
 
 SEED = 5
 GIVEN = 3  # the batch that `largest` is shown

@@ -14,8 +14,7 @@ import time
 import warnings
 from collections import Counter
 
-from tests.differential import op_db
-from tests.differential.test_op_db import NOT_COMPILED
+from workloads import op_db
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,9 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     names = arguments.names or list(op_db.operators())[:: 100 if arguments.quick else 1]
-    for name in (n for n in names if n in NOT_COMPILED):
-        print(f"{name}: left out: {NOT_COMPILED[name]}")
-    names = [n for n in names if n not in NOT_COMPILED]
+    for name in (n for n in names if n in op_db.NOT_COMPILED):
+        print(f"{name}: left out: {op_db.NOT_COMPILED[name]}")
+    names = [n for n in names if n not in op_db.NOT_COMPILED]
 
     counts: Counter[str] = Counter()
     start = time.monotonic()

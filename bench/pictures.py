@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.rivals_rows import draw_all, read_rows
-from bench.synthetic import training_chain, transformer, unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import keep_all, make_planner
 from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.program.plan import Compute, Free, Plan
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
+from workloads.synthetic import training_chain, transformer, unit_chain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

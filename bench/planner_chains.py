@@ -1,11 +1,6 @@
 """How near the optimum are ``treeverse`` and ``auto`` on chains?  Every memory from 3 to N.
 
-On `synthetic.unit_chain` the optimum is known: with M bytes, a gradient and the one made from it
-take two, the state and the snapshots share M - 2, and the start has no bytes but is a snapshot too.
-So a chain of N layers has N + 1 states, of which the reversal takes t(N + 1, M - 2) forward steps
-(Griewank and Walther, 2000: `treeverse.forward_steps`); the loss and N gradients are computed once
-each.  The optimum is their sum, 2 N + 1 where nothing is computed twice (M = N + 2); the MILP of
-Checkmate agrees (``tests/differential/test_public_graphs.py``).
+On `synthetic.unit_chain` the optimum is known (`bounds.unit_chain_cost`).
 
 Ratios are planned cost over the optimum, of all operators and of what runs more than once alone.
 
@@ -24,13 +19,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.synthetic import unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.planning.planners.base import Planner
-from dtrcompile.passes.planning.planners.treeverse import TreeversePlanner, forward_steps
+from dtrcompile.passes.planning.planners.treeverse import TreeversePlanner
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
+from workloads.bounds import unit_chain_cost
+from workloads.synthetic import unit_chain
 
 _LAYERS = (16, 32, 64, 128, 256, 512)
 _ALL_MEMORIES_UP_TO = 64
@@ -60,11 +56,6 @@ class Point:
         return (0 if self.cost is None else self.cost - once), self.optimum - once
 
 
-def optimum_cost(layers: int, memory_bytes: int) -> int:
-    """See the module docstring; the chain's operators cost 1 each."""
-    return forward_steps(layers + 1, memory_bytes - 2) + 1 + layers
-
-
 def memories(layers: int, every: int | None) -> list[int]:
     """From 3 to N + 2: each ``every``-th, or all of short chains and a sample of long ones."""
     most = layers + 2
@@ -86,7 +77,7 @@ def measure(planner: Planner, program: Program, layers: int, memory_bytes: int) 
     else:
         cost = replay(program, plan)[1].cost_ns
     planning_s = time.perf_counter() - start
-    optimum = optimum_cost(layers, memory_bytes)
+    optimum = unit_chain_cost(layers, memory_bytes)
     return Point(planner.name, layers, memory_bytes, cost, optimum, planning_s)
 
 

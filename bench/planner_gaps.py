@@ -26,10 +26,10 @@ from dtrcompile.passes.errors import InfeasibleBudgetError, ProgramTooLargeError
 from dtrcompile.passes.planning.planners import PLANNERS, keep_all, make_planner, minimum_plan
 from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
-from dtrcompile.passes.program.io import from_checkmate_json, shared_data
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
-from tests.property.random_programs import random_program
+from workloads.public_graphs import from_checkmate_json, shared_data
+from workloads.random_programs import random_program
 
 # The oracle itself, and what bench.planner_milp compares.
 SLOW = frozenset({"brute-force", "checkmate", "checkmate-lp"})

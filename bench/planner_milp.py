@@ -1,7 +1,8 @@
 """How far from the optimum?  Every planner against Checkmate's MILP, relaxation and rounding.
 
-Two tables, on the Checkmate graphs beside the repository (see `program_io.shared_data`; it says so
-where they are absent).  The first has one row a budget; costs are overheads (planned / baseline):
+Two tables, on the Checkmate graphs beside the repository (see `public_graphs.shared_data`; it
+says so where they are absent).  The first has one row a budget; costs are overheads
+(planned / baseline):
 
     milp     the optimum or what was found in time, its status and proven bound, seconds
     paper    the same from the paper's own equations, without a first plan (--paper)
@@ -44,10 +45,10 @@ from dtrcompile.passes.planning.planners.checkmate import CheckmatePlanner, Solu
 from dtrcompile.passes.planning.planners.checkmate_lp import CheckmateLPPlanner, lp_bound
 from dtrcompile.passes.planning.planners.checkmate_model import Memory
 from dtrcompile.passes.planning.planners.highs import Status
-from dtrcompile.passes.program.io import CheckmateReference, from_checkmate_json, shared_data
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
+from workloads.public_graphs import CheckmateReference, from_checkmate_json, shared_data
 
 _OWN_COLUMNS = ("auto", "checkmate", "checkmate-lp", "keep-all")
 _NAMES = {

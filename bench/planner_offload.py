@@ -8,7 +8,7 @@ included, over baseline cost; ``-`` means that no plan was found.  Beside it: wh
 The transformer is `synthetic.transformer` with its formula's units set to a model of width 1024 on
 8192 tokens in bf16: an activation is 16 MiB, and a unit of cost 3500 ns, which puts the products of
 its MLP at 150 TFLOP/s.  The public graphs are DTR's own logs, with the times and bytes in them (a
-Titan V); they are left out where they are absent (see `program_io.shared_data`).
+Titan V); they are left out where they are absent (see `public_graphs.shared_data`).
 
     python -m bench.planner_offload [--quick] [--out results.jsonl]
 """
@@ -23,13 +23,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench.synthetic import transformer
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import keep_all, make_planner
 from dtrcompile.passes.program.host_link import HostLink
-from dtrcompile.passes.program.io import from_simrd_log, shared_data
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
+from workloads.public_graphs import from_simrd_log, shared_data
+from workloads.synthetic import transformer
 
 _ACTIVATION_BYTES = 8192 * 1024 * 2
 _UNIT_NS = 3500

@@ -2,7 +2,7 @@
 
 Beside them a lower bound (`lower_bound`), so that the room left is known.  Heuristics are run by
 our simulator and, in column ``simrd``, by the authors' (the best of all).  Loads the public graphs
-beside the repository (see `program_io.shared_data`); says so where they are absent.  Overhead is
+beside the repository (see `public_graphs.shared_data`); says so where they are absent.  Overhead is
 planned cost / baseline cost; ``-`` means that no plan was found.
 
     python -m bench.planner_quality [--quick] [--out results.jsonl]
@@ -20,13 +20,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.lower_bound import lower_bound_overhead
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.heuristics import HEURISTICS
 from dtrcompile.passes.planning.planners import make_planner
-from dtrcompile.passes.program.io import from_checkmate_json, from_simrd_log, shared_data
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
+from workloads.bounds import lower_bound_overhead
+from workloads.public_graphs import from_checkmate_json, from_simrd_log, shared_data
 
 _PAPER = ("h_dtr", "h_dtr_eq", "h_dtr_local", "h_msps", "h_lru", "h_size")
 SIMRD_NAMES = {

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.synthetic import transformer
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import keep_all, make_planner
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
+from workloads.synthetic import transformer
 
 # 12, 48 and 96 layers are GPT-2 small, XL and twice that; 910 layers are 20,020 operators.
 _LAYERS = (5, 12, 48, 96, 137, 455, 910)
@@ -42,8 +42,8 @@ def gpt2(layers: int) -> Program:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from bench.captured import captured_of
     from bench.zoo import LanguageModelLoss
+    from workloads.captured import captured_of
 
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False))

@@ -1,6 +1,6 @@
 """Do a thousand random modules train alike at any budget?
 
-Each module (`tests.property.random_modules`) takes two steps with plain PyTorch, unbudgeted and at
+Each module (`workloads.random_modules`) takes two steps with plain PyTorch, unbudgeted and at
 a random budget on the executor that counts bytes: counted bytes as predicted at every step,
 results, gradients and buffers bitwise those of the unbudgeted run, and near plain PyTorch's where
 nothing is drawn.  Every so many, one runs under Inductor as well: gradients those of plain
@@ -28,7 +28,7 @@ from collections.abc import Callable
 import torch
 
 from bench.measure import say
-from tests.property.random_modules import (
+from workloads.random_modules import (
     MOST_MOVES,
     Case,
     check,

@@ -1,6 +1,7 @@
 """Do all planners hold their promises on ten thousand random programs?
 
-The checks of ``tests/property`` from plain seeds, so that a failure is one number to repeat.
+The checks of `workloads.random_programs` from plain seeds, so that a failure is one number to
+repeat.
 
     python -m bench.random_programs --count 10000 [--seed 0] [--operators 14] [--quick]
 """
@@ -13,7 +14,7 @@ import sys
 import time
 import traceback
 
-from tests.property.random_programs import check_everything
+from workloads.random_programs import check_everything
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.heuristics import HEURISTICS
 from dtrcompile.passes.planning.simulator import Simulator, SimulatorOptions
 from dtrcompile.passes.program.index import ProgramIndex
-from dtrcompile.passes.program.io import from_simrd_log, shared_data, simrd_releases
+from workloads.public_graphs import from_simrd_log, shared_data, simrd_releases
 
 _RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 _NEAR = 0.02

@@ -3,7 +3,7 @@
 ``ZOO[name].build(scale)`` gives a module and its inputs; ``module(*inputs)`` returns a scalar loss.
 Three scales: ``quick`` (compiles in seconds), ``cpu`` (minutes on a few cores) and ``cuda`` (fills
 one large GPU).  GPT-2, Llama, BERT, ViT and ConvNeXt are those of transformers, U-Net is that of
-diffusers (``pip install 'dtrcompile[bench]'``); the others stand here or in `bench.models`.
+diffusers (``pip install 'dtrcompile[bench]'``); the others stand here or in `workloads.models`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.models import Bottleneck, ResNet
-from bench.models import Sizes as ResNetSizes
+from workloads.models import Bottleneck, ResNet
+from workloads.models import Sizes as ResNetSizes
 
 SCALES = ("quick", "cpu", "cuda")
 _CLASSES = 100

@@ -12,14 +12,8 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
-from tests.differential import op_db
-from tests.integration.helpers import RELEASE
-
-# Operators that plain ``aot_eager`` does not run either, and why: Dynamo compiles no graph.
-NOT_COMPILED = {
-    "sparse.sampled_addmm": "Dynamo does not trace sparse inputs",
-    "sparse.mm.reduce": "Dynamo does not trace sparse inputs",
-}
+from workloads import op_db
+from workloads.training import RELEASE
 
 # Operators that run, but outside of the graph, which Dynamo breaks there whatever the backend.
 BREAKS_THE_GRAPH = {
@@ -55,7 +49,7 @@ def operators() -> list[Any]:
     return [
         name if index % 5 == 0 or name in SPECIAL else pytest.param(name, marks=pytest.mark.sweep)
         for index, name in enumerate(op_db.operators())
-        if name not in NOT_COMPILED
+        if name not in op_db.NOT_COMPILED
     ]
 
 
@@ -68,7 +62,7 @@ def test_the_smallest_budget_agrees_with_eager_pytorch(name: str) -> None:
     assert (outcome.breaks > 0) == breaks
 
 
-@pytest.mark.parametrize("name", NOT_COMPILED)
+@pytest.mark.parametrize("name", op_db.NOT_COMPILED)
 def test_the_operators_that_are_left_out_are_not_compiled_by_aot_eager(name: str) -> None:
     compiled: list[torch.fx.GraphModule] = []
 
@@ -82,5 +76,5 @@ def test_the_operators_that_are_left_out_are_not_compiled_by_aot_eager(name: str
 
 
 def test_the_lists_name_operators_of_the_database() -> None:
-    listed = {*NOT_COMPILED, *BREAKS_THE_GRAPH, *BREAKS_THE_GRAPH_BEFORE, *LOOSER}
+    listed = {*op_db.NOT_COMPILED, *BREAKS_THE_GRAPH, *BREAKS_THE_GRAPH_BEFORE, *LOOSER}
     assert listed | DRAWS_OTHERWISE_BEFORE.keys() <= op_db.operators().keys()

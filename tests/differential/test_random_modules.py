@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.differential.random_modules import make
-from tests.integration.helpers import (
+from workloads.training import (
     UNBUDGETED,
     Compile,
     Observed,

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.synthetic import ProgramBuilder, training_chain, transformer
 from dtrcompile.passes.planning.planners import keep_all, make_planner
 from dtrcompile.passes.program.plan import Boundary, Compute, Free
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.program.replay import replay
+from workloads.synthetic import ProgramBuilder, training_chain, transformer
 
 FOLDER = Path(__file__).parent / "plans"
 

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import dtrcompile
 from dtrcompile.outside.uncompiled import told
-from tests.integration.helpers import compile_dtr
 from tests.integration.test_outside import line_of
+from workloads.training import compile_dtr
 
 pytestmark = [pytest.mark.gpu, pytest.mark.inductor]
 

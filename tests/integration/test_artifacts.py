@@ -10,8 +10,8 @@ import torch
 
 from dtrcompile import artifacts
 from dtrcompile.cli import main
-from tests.integration.helpers import compile_dtr
 from tests.integration.scenarios import layers
+from workloads.training import compile_dtr
 
 
 def train(compiler: str = "eager") -> None:

@@ -14,7 +14,7 @@ from dtrcompile.passes import declared
 from dtrcompile.passes.device import workspaces
 from dtrcompile.passes.device.workspaces import workspace_bytes
 from dtrcompile.passes.errors import OptionError
-from tests.integration.helpers import (
+from workloads.training import (
     Compile,
     Observed,
     assert_bitwise,

@@ -21,8 +21,8 @@ from dtrcompile.passes.errors import (
     InfeasibleBudgetError,
     OptionError,
 )
-from tests.integration.helpers import compile_dtr, executor_checked, raises_dtr, unwrap
 from tests.integration.scenarios import BATCH, WIDTH, batch, layers
+from workloads.training import compile_dtr, executor_checked, raises_dtr, unwrap
 
 
 def run_with(options: Any, module: nn.Module | None = None) -> None:

@@ -37,7 +37,8 @@ from dtrcompile.passes.inductor import layouts, step
 from dtrcompile.passes.inductor.schedule_trace import Cause
 from dtrcompile.passes.inductor.wrapper_run import Resident
 from dtrcompile.passes.program.program import Phase
-from tests.integration.helpers import (
+from tests.integration.scenarios import Block, Shortened
+from workloads.training import (
     Observed,
     assert_bitwise,
     assert_close,
@@ -49,7 +50,6 @@ from tests.integration.helpers import (
     relative_error,
     static_bytes,
 )
-from tests.integration.scenarios import Block, Shortened
 
 pytestmark = [pytest.mark.inductor]
 

@@ -25,8 +25,8 @@ from dtrcompile.passes.inductor import disk_cache, lowering
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
 from dtrcompile.passes.torch_private import CacheArtifactManager, functorch_config, inductor_config
 from dtrcompile.probe import planned_outcome
-from tests.integration.helpers import compile_dtr, gradients_of
 from tests.integration.scenarios import layers
+from workloads.training import compile_dtr, gradients_of
 
 ENTRY = {"plan": "text", "numbers": [1, 2]}
 

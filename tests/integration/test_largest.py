@@ -15,7 +15,7 @@ from dtrcompile.passes.fitting.fit import PlanSizeModel
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 from dtrcompile.passes.program.sizes import Sizes
-from tests.integration.helpers import compile_dtr, unwrap
+from workloads.training import compile_dtr, unwrap
 
 
 def _gpt() -> tuple[nn.Module, Callable[[int], tuple[Tensor, ...]]]:

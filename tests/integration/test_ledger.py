@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
-from bench import several_graphs
 from dtrcompile.backend import dtr
 from dtrcompile.compilation import eager
 from dtrcompile.passes.errors import ChangedInputError, InfeasibleBudgetError
 from dtrcompile.steps import training_step, waiting
 from dtrcompile.steps.calls import Call
-from tests.integration.helpers import (
+from tests.integration.scenarios import layers
+from workloads import several_graphs
+from workloads.training import (
     compile_dtr,
     gradients_of,
     live_peak_bytes,
@@ -35,7 +36,6 @@ from tests.integration.helpers import (
     relative_error,
     static_bytes,
 )
-from tests.integration.scenarios import layers
 
 WIDTH, BATCH, BLOCKS = 48, 512, 8
 WIDE = 128  # two buckets of gradients

@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import dtrcompile
 from dtrcompile.passes.errors import InfeasibleBudgetError, UnknownOptimizerError
-from tests.integration.helpers import compile_dtr, live_peak_bytes, static_bytes, unwrap
 from tests.integration.test_optimizer_step import OPTIMIZERS, MasterWeights, Opaque, state_bytes
+from workloads.training import compile_dtr, live_peak_bytes, static_bytes, unwrap
 
 KIB = 1024
 

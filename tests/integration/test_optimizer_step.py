@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from dtrcompile.passes.device.allocators import EXACT
 from dtrcompile.passes.device.optimizer_step import StepBytes, state_tensors, step_bytes
 from dtrcompile.passes.errors import UnknownOptimizerError
-from tests.integration.helpers import live_peak_bytes
+from workloads.training import live_peak_bytes
 
 CPU = torch.device("cpu")
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import dtrcompile
 from dtrcompile.outside.uncompiled import forget, graph_break, told
 from dtrcompile.passes.torch_private import counters
-from tests.integration.helpers import compile_dtr
+from workloads.training import compile_dtr
 
 WIDTH = 32
 LOGGER = logging.getLogger("a model's")

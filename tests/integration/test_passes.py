@@ -11,7 +11,6 @@ import sympy
 import torch
 from torch import fx, nn
 
-from bench.captured import captured_of
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.errors import (
     InfeasibleBudgetError,
@@ -34,6 +33,7 @@ from dtrcompile.passes.inductor.wrapper_run import (
     Recorder,
     Resident,
     count_accumulation,
+    count_coercion,
     run_wrapper,
 )
 from dtrcompile.passes.nodes import aten, draws_random_numbers, mark_of, why_not_recomputable
@@ -45,8 +45,9 @@ from dtrcompile.passes.program.program import Phase, StorageKind
 from dtrcompile.passes.program.replay import PlanStats, replay
 from dtrcompile.passes.program.tighten import tighten
 from dtrcompile.passes.torch_private import AllocateLine, FakeTensorMode
-from tests.integration.helpers import RELEASE
 from tests.integration.scenarios import WIDTH, Block
+from workloads.captured import captured_of
+from workloads.training import RELEASE
 
 
 class MLP(nn.Module):
@@ -550,6 +551,27 @@ def test_a_gradient_in_another_layout_than_its_parameter_is_copied(
     recorder = Recorder()
     count_accumulation(recorder, [parameter], [gradient])
     assert max(held(recorder), default=0) == copied_bytes
+
+
+@pytest.mark.parametrize(
+    ("output_strides", "is_given", "during_bytes", "after_bytes"),
+    [
+        ((4, 1), False, 0, 0),  # it comes as it was traced
+        (None, False, 0, 0),  # no output that it is the tangent of
+        ((1, 4), False, 64, 64),  # the copy stands beside the tangent, which stays with its caller
+        ((1, 4), True, 64, 0),  # both are there only while one is made from the other
+    ],
+)
+def test_a_tangent_in_another_layout_than_was_traced_is_copied(
+    output_strides: tuple[int, ...] | None, is_given: bool, during_bytes: int, after_bytes: int
+) -> None:
+    tangent = torch.empty(4, 4)
+    recorder = Recorder()
+    count_coercion(recorder, output_strides, tangent, is_given=is_given)
+    counted = held(recorder)
+    assert max(counted, default=0) == during_bytes
+    assert sum(event.size_bytes for event in recorder.events) == after_bytes
+    assert all(event.cause is Cause.TANGENT_COPY for event in recorder.events)
 
 
 class ExtraAt(MemoryModel):

@@ -27,7 +27,7 @@ from dtrcompile.passes.inductor.patches import (
 )
 from dtrcompile.passes.releases import NEWEST, OLDEST
 from dtrcompile.passes.torch_private import compile_fx_inner
-from tests.integration.helpers import compile_dtr
+from workloads.training import compile_dtr
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtrcompile
-from tests.integration.helpers import assert_bitwise, compile_dtr, gradients_of
+from workloads.training import assert_bitwise, compile_dtr, gradients_of
 
 WIDTH, BATCH, BLOCKS = 32, 64, 3
 BLOCK_INPUT_BYTES = WIDTH * BATCH * 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.helpers import (
+from workloads.training import (
     Compile,
     Observed,
     assert_close,

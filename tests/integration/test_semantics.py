@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dtrcompile
-from tests.integration.helpers import (
+from tests.integration.scenarios import BATCH, SCENARIOS, WIDTH, Against, UNet, batch, layers
+from workloads.training import (
     UNBUDGETED,
     Compile,
     Observed,
@@ -31,7 +32,6 @@ from tests.integration.helpers import (
     smallest_that_works,
     unwrap,
 )
-from tests.integration.scenarios import BATCH, SCENARIOS, WIDTH, Against, UNet, batch, layers
 
 # Dynamo looks at ``.grad`` of every input, a non-leaf's included.
 pytestmark = pytest.mark.filterwarnings(

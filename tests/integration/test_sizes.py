@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import dtrcompile
-from bench import dynamic_shapes
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 from dtrcompile.passes.inductor.step import strides_like
-from tests.integration.helpers import compile_dtr, executor_checked, relative_error
+from workloads import changing_sizes
+from workloads.training import compile_dtr, executor_checked, relative_error
 
 
 class Blocks(nn.Module):
@@ -226,18 +226,18 @@ def test_a_share_is_one_of_the_largest_step_seen() -> None:
 @pytest.mark.slow
 def test_images_of_any_size_under_inductor() -> None:
     """What forward saves is channels-last, which Inductor decides when it is lowered."""
-    model = dynamic_shapes.MODELS["unet"]
+    model = changing_sizes.MODELS["unet"]
     module = model.make()
     plain = copy.deepcopy(module)
     sizes = [(2, 8), (6, 20), (4, 12)]
-    whole = dynamic_shapes.unbudgeted_bytes(model, module, sizes[1], "inductor")
+    whole = changing_sizes.unbudgeted_bytes(model, module, sizes[1], "inductor")
     torch._dynamo.reset()
     compiled = compile_dtr(module, whole * 3 // 4, compiler="inductor", dynamic=True)
     for size in sizes:
         inputs = model.inputs(*size)
         for m in (plain, module):
             m.zero_grad(set_to_none=True)
-        held = dynamic_shapes.held_bytes(module, compiled, inputs, "inductor")
+        held = changing_sizes.held_bytes(module, compiled, inputs, "inductor")
         assert held <= whole * 3 // 4
         plain(*inputs).backward()
         wanted, found = ({n: p.grad for n, p in m.named_parameters()} for m in (plain, module))

@@ -13,8 +13,8 @@ import dtrcompile
 from dtrcompile.outside.step_check import Expected, StepCheck
 from dtrcompile.outside.uncompiled import forget, told
 from dtrcompile.steps import shared_graph
-from tests.integration.helpers import compile_dtr
 from tests.integration.test_outside import line_of
+from workloads.training import compile_dtr
 
 MIB = 2**20
 

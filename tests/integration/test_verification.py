@@ -12,8 +12,8 @@ import dtrcompile
 from dtrcompile.compilation import inductor, session
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.inductor import LoweredStep, ScheduleTrace, trace
-from tests.integration.helpers import compile_dtr, raises_dtr
 from tests.integration.scenarios import layers
+from workloads.training import compile_dtr, raises_dtr
 
 WIDTH, BATCH = 16, 256
 

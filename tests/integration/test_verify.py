@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import fx, nn
 
-from bench.captured import captured_of
 from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, emit, free
@@ -25,6 +24,7 @@ from dtrcompile.passes.planning.planners.base import keep_all
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.passes.program.tighten import tighten
+from workloads.captured import captured_of
 
 
 class Layers(nn.Module):

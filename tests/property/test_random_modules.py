@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from tests.property.random_modules import Case, check, check_inductor, check_sizes
+from workloads.random_modules import Case, check, check_inductor, check_sizes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 6, 7])
 def test_random_modules(seed: int) -> None:
-    check(Case(seed), ("min", "50%")[seed % 2])
+    assert check(Case(seed), ("min", "50%")[seed % 2]) == "recomputed"
+
+
+def test_a_random_module_without_a_trained_parameter_says_so() -> None:
+    assert check(Case(4), "min") == "nothing to train"
 
 
 # 8: a number that Dynamo had made a symbol, and settled on before it compiled the graph.
-@pytest.mark.parametrize(("seed", "moves"), [(3, 6), (8, 3)])
-def test_random_modules_at_random_sizes(seed: int, moves: int) -> None:
-    assert check_sizes(Case(seed, moves), 0.4, True) in ("several plans", "recomputed", "kept")
+@pytest.mark.parametrize(
+    ("seed", "moves", "share", "seen"),
+    [(3, 6, 0.4, "recomputed"), (8, 3, 0.4, "kept")],
+)
+def test_random_modules_at_random_sizes(seed: int, moves: int, share: float, seen: str) -> None:
+    assert check_sizes(Case(seed, moves), share, True) == seen
 
 
 # Shrunk failures of the benchmark: (seed, moves).
@@ -27,7 +34,7 @@ def test_random_modules_at_random_sizes(seed: int, moves: int) -> None:
 # 5073: a graph that returns the input that it wrote into, and nothing else.
 @pytest.mark.parametrize(("seed", "moves"), [(10, 1), (5073, 4)])
 def test_modules_that_once_failed(seed: int, moves: int) -> None:
-    assert check(Case(seed, moves), "min") in ("recomputed", "kept")
+    assert check(Case(seed, moves), "min") == "kept"
 
 
 # 5020: the gradient of an output whose layout is not the traced one is copied before backward.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -19,11 +20,12 @@ from dtrcompile.passes.planning.planners import (
     lower_bound_bytes,
     make_planner,
 )
+from dtrcompile.passes.program.host_link import HostLink
 from dtrcompile.passes.program.io import from_json, to_json
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
-from tests.property import random_programs
-from tests.property.random_programs import Pick
+from workloads import random_programs
+from workloads.random_programs import Pick
 
 EXAMPLES = int(os.environ.get("DTRCOMPILE_EXAMPLES", "200"))
 
@@ -131,6 +133,34 @@ def test_programs_round_trip_through_json(drawn: tuple[Program, Pick]) -> None:
     again = from_json(to_json(program))
     assert again == program
     assert again.fingerprint == program.fingerprint
+
+
+def test_few_of_the_checks_are_of_budgets_that_nothing_meets() -> None:
+    """What is refused is hardly checked: of fifty programs, how many have a plan to compare.
+
+    At the budget in between, where most of the above look.
+    """
+    found: Counter[str] = Counter()
+    for seed in range(50):
+        pick = random.Random(seed).randint
+        program = random_programs.random_program(pick, 12)
+        baseline_bytes = replay(program, keep_all(program))[0].peak_bytes
+        middle = random_programs.budgets(program, pick)[2]
+        found["below the baseline"] += middle < baseline_bytes
+        link = HostLink(1.0)
+        for name, compared in {
+            "simulator": random_programs.check_simulator(program, middle),
+            "with a link": random_programs.check_simulator_with_link(program, middle, link, 0.5),
+            "offload": random_programs.check_offload(program, middle, link),
+            "planners": random_programs.check_planners(program, middle, baseline_bytes),
+            "speed options": random_programs.check_speed_options(program, middle),
+            "scaling": random_programs.check_scaling(program, middle),
+            "oracle": random_programs.check_oracle(random_programs.random_program(pick, 8)),
+        }.items():
+            found[name] += compared > 0
+    assert found["oracle"] == 50
+    assert all(count >= 40 for name, count in found.items() if name != "below the baseline"), found
+    assert found["below the baseline"] >= 15
 
 
 # 1130: an operator with a view among its outputs was counted twice where it had run again.

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.synthetic import ProgramBuilder, transformer, unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError, ProgramTooLargeError
 from dtrcompile.passes.planning.planners import keep_all, lower_bound_bytes, make_planner
 from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan, Step
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
-from tests.property.random_programs import check_oracle, random_program
+from workloads.random_programs import check_oracle, random_program
+from workloads.synthetic import ProgramBuilder, transformer, unit_chain
 
 ORACLE = BruteForcePlanner()
 

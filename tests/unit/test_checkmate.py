@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from bench.synthetic import ProgramBuilder, training_chain, transformer
 from dtrcompile.passes.errors import (
     InfeasibleBudgetError,
     MissingExtraError,
@@ -31,7 +30,8 @@ from dtrcompile.passes.planning.planners.improve import schedule_of
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
-from tests.property.random_programs import budgets, random_program
+from workloads.random_programs import budgets, random_program
+from workloads.synthetic import ProgramBuilder, training_chain, transformer
 
 pytest.importorskip("scipy", minversion="1.9")
 
@@ -287,7 +287,7 @@ def test_a_plan_survives_being_written_as_stages(seed: int) -> None:
 
 def test_planning_is_the_same_in_another_process() -> None:
     code = (
-        "from bench.synthetic import training_chain\n"
+        "from workloads.synthetic import training_chain\n"
         "from dtrcompile.passes.planning.planners import make_planner\n"
         "for name in ('checkmate', 'checkmate-lp'):\n"
         "    print(make_planner(name).plan(training_chain(8), 5).to_text(), end='')\n"

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from bench.synthetic import ProgramBuilder, training_chain, transformer, unit_chain
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
 from dtrcompile.passes.planning.planners import keep_all, make_planner
 from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
@@ -25,6 +24,7 @@ from dtrcompile.passes.planning.planners.treeverse import (
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.program.replay import replay
+from workloads.synthetic import ProgramBuilder, training_chain, transformer, unit_chain
 
 
 def line_of(program: Program) -> Linearization:
@@ -239,7 +239,7 @@ def test_treeverse_on_a_transformer(way: str) -> None:
 
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     code = (
-        "from bench.synthetic import transformer, unit_chain\n"
+        "from workloads.synthetic import transformer, unit_chain\n"
         "from dtrcompile.passes.planning.planners import make_planner\n"
         "for name in ('chen-sqrt', 'chen-greedy', 'treeverse'):\n"
         "    print(make_planner(name).plan(transformer(3), 25000).to_text())\n"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.synthetic import training_chain
 from dtrcompile.cli import main
 from dtrcompile.passes.errors import ProgramError
 from dtrcompile.passes.fitting.gap import gap_text, gaps
@@ -22,6 +21,7 @@ from dtrcompile.passes.program import io
 from dtrcompile.passes.program.plan import Compute, Plan
 from dtrcompile.passes.program.program import Phase, Program
 from dtrcompile.passes.program.replay import replay
+from workloads.synthetic import training_chain
 
 
 def planned() -> tuple[Program, Plan]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.synthetic import ProgramBuilder
 from dtrcompile.passes.planning.heuristics import (
     HDTR,
     HEURISTICS,
@@ -26,6 +25,7 @@ from dtrcompile.passes.planning.heuristics import (
 from dtrcompile.passes.planning.neighborhoods import make_tracker
 from dtrcompile.passes.program.index import NEVER, ProgramIndex
 from dtrcompile.passes.program.program import Program
+from workloads.synthetic import ProgramBuilder
 
 # Two candidates: ids 1 and 3, of four storages.
 POOL = Pool(

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from bench.synthetic import ProgramBuilder, training_chain
 from dtrcompile.passes.errors import OptionError, PlanError, UnsupportedPlanError
 from dtrcompile.passes.planning.hoist import hoist
 from dtrcompile.passes.planning.planners import infeasible, keep_all, make_planner
@@ -28,6 +27,7 @@ from dtrcompile.passes.program.plan import (
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.program.replay import MemoryTimeline, PlanStats, replay
 from dtrcompile.passes.program.tighten import tighten
+from workloads.synthetic import ProgramBuilder, training_chain
 
 A, B, C, D = range(4)
 
@@ -81,6 +81,21 @@ def test_copies_that_compute_hides_cost_nothing() -> None:
     # all but e (1) goes.
     assert timeline.during_bytes == (8, 8, 12, 12, 13, 13, 14, 15, 15, 7, 3, 2)
     assert timeline.after_bytes == (8, 8, 12, 4, 5, 13, 14, 15, 7, 3, 2, 1)
+
+
+def test_a_copy_that_begins_before_an_input_is_freed_leaves_it_written_over() -> None:
+    p = ProgramBuilder()
+    (x,) = p.operator("x", [], [2])
+    (a,) = p.operator("a", [], [8])
+    (b,) = p.operator("b", [a], [8], workspace_bytes=-8)
+    (c,) = p.operator("c", [b, x], [1])
+    program = p.build([c])
+    steps = (*map(Compute, range(3)), Offload(0), Free(1), Free(0), Prefetch(0), Compute(3))
+    plan = Plan((*steps, Free(0), Free(2)), program.fingerprint, "test")
+    timeline, _ = replay(program, plan, HostLink(1.0))
+    # x 2; a: 10; b writes over a: 10 still, also while the copy of x begins; a and x go: 8.
+    assert timeline.during_bytes[:6] == (2, 10, 10, 10, 10, 10)
+    assert timeline.after_bytes[5] == 8
 
 
 def test_copies_that_compute_hides_in_part() -> None:

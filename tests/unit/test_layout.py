@@ -100,6 +100,15 @@ def imports_when_loaded(name: str) -> set[str]:
     return found
 
 
+def folders() -> dict[str, set[str]]:
+    """Top-level folder, or one of its own -> the folders it may import from."""
+    (block,) = re.findall(r"```folders\n(.*?)```", LAYOUT, re.DOTALL)
+    return {line.split()[0]: set(line.split()[1:]) for line in block.strip().splitlines()}
+
+
+FOLDERS = folders()
+
+
 def layer(name: str) -> int | None:
     """Of a module of ``passes``; None for others."""
     head, found, rest = name.partition(PASSES)
@@ -147,7 +156,7 @@ def test_every_folder_has_a_line() -> None:
 
 
 def test_every_module_is_listed() -> None:
-    listed = set(re.findall(r"^\| `(\w+/\w+)/?` \|", LAYOUT, re.MULTILINE))
+    listed = set(re.findall(r"^\| `(?!workloads/)(\w+/\w+)/?` \|", LAYOUT, re.MULTILINE))
     found = {
         f"{path.parent.name}/{path.stem}"
         for path in (ROOT / "passes").glob("*/*.py")
@@ -181,6 +190,38 @@ def test_torch_is_not_imported_at_any_remove(name: str) -> None:
             seen.add(imported)
             if imported in MODULES:
                 waiting.append(imported)
+
+
+def test_every_folder_with_modules_has_a_line() -> None:
+    found = {path.relative_to(ROOT).parts[0] for path in ROOT.glob("[!.]*/**/*.py")}
+    assert found - {"build", "dist"} == {folder for folder in FOLDERS if "/" not in folder}
+
+
+def test_what_is_shared_is_listed() -> None:
+    listed = set(re.findall(r"^\| `workloads/(\w+)` \|", LAYOUT, re.MULTILINE))
+    assert listed == {path.stem for path in (ROOT / "workloads").glob("[!_]*.py")}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_tests_and_benchmarks_share_what_is_in_workloads_only(folder: str) -> None:
+    inner = [ROOT / f for f in FOLDERS if f.startswith(f"{folder}/")]
+    tops = {f for f in FOLDERS if "/" not in f}
+    paths = [
+        path
+        for path in (ROOT / folder).rglob("*.py")
+        if not any(path.is_relative_to(other) for other in inner)
+    ]
+    assert paths
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path} has a relative import"
+                names = [node.module or ""]
+            imported = {name.split(".")[0] for name in names} & tops
+            assert imported <= FOLDERS[folder], f"{path.relative_to(ROOT)} imports {imported}"
 
 
 def refuse_circles(

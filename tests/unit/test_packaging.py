@@ -115,7 +115,9 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel: Path) -> None:
     }
     expected |= {"dtrcompile/py.typed", "dtrcompile/backend.py", "dtrcompile/demo/run.py"}
     assert expected <= names
-    assert not [name for name in names if name.startswith(("tests/", "bench/", "passes/"))]
+    assert not [
+        name for name in names if name.startswith(("tests/", "bench/", "workloads/", "passes/"))
+    ]
 
 
 def test_the_wheel_names_the_backend_and_the_command(wheel: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.synthetic import training_chain
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.planning.planners import keep_all
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Offload, Plan, Prefetch
+from workloads.synthetic import training_chain
 
 PLAN = Plan((Compute(0), Free(3), Boundary(), Compute(1)), "0123456789abcdef", "dtr(h_dtr_eq)")
 TEXT = """\

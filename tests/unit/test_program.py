@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench.synthetic import ProgramBuilder, training_chain
 from dtrcompile.passes.errors import ProgramError
 from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
+from workloads.synthetic import ProgramBuilder, training_chain
 
 
 def linear() -> Program:

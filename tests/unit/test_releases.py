@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from bench import releases
 from dtrcompile.passes.errors import UnsupportedTorchError
 from dtrcompile.passes.releases import (
     NEWEST,
@@ -97,34 +95,6 @@ def test_torch_compile_refuses_and_importing_the_package_does_not(version: str) 
     with pytest.raises(UnsupportedTorchError) as caught:
         require_supported(version, {})
     assert output == [f"UnsupportedTorchError {caught.value}"] * 2
-
-
-@pytest.mark.parametrize("name", [*releases.REPLACED, *releases.FOLLOWED])
-def test_what_is_replaced_or_followed_is_there(name: str) -> None:
-    assert releases.source_of(Path(torch.__file__).parents[1], name)
-
-
-def test_differences_between_releases_are_printed_without_what_does_not_matter(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sources = (
-        "def is_match(v):\n    return bool(v)\n",
-        'def is_match(v: object) -> bool:\n    """Said."""\n    # Why.\n    return bool(v)\n',
-        "def is_match(v):\n    return v is not None\n",
-    )
-    folders = []
-    for number, source in enumerate(sources):
-        packages = tmp_path / str(number) / "lib" / "python3.11" / "site-packages"
-        (packages / "torch" / "_inductor").mkdir(parents=True)
-        (packages / "torch" / "_inductor" / "pattern_matcher.py").write_text(source)
-        folders.append(str(tmp_path / str(number)))
-    releases.main(folders[:2])
-    assert "=== " not in capsys.readouterr().out
-    releases.main(folders[1:])
-    output = capsys.readouterr().out
-    assert "=== _inductor/pattern_matcher.py:is_match" in output
-    assert "+    return v is not None" in output
-    assert "1 differ" in output
 
 
 def test_the_range_is_the_same_wherever_it_stands() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bench.synthetic import ProgramBuilder
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.planning.planners import keep_all, make_planner
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan, Step
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.program.replay import replay
+from workloads.synthetic import ProgramBuilder
 
 # Storages: x 1 (input), dy 2 (tangent), a 4, b 8 (pinned), r 16 (runs once), out 32, g 64.
 X, DY, A, B, R, OUT, G = range(7)

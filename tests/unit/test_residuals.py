@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bench.synthetic import training_chain as chain
 from dtrcompile.passes.fitting.residuals import residuals, with_residuals, without_residuals
 from dtrcompile.passes.planning.planners import keep_all, make_planner
 from dtrcompile.passes.program.plan import Compute
 from dtrcompile.passes.program.replay import replay
+from workloads.synthetic import training_chain as chain
 
 
 def test_what_is_held_above_the_plan_is_the_operators() -> None:

@@ -9,8 +9,6 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from bench.lower_bound import lower_bound_overhead
-from bench.synthetic import ProgramBuilder, training_chain, transformer
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.planning.planners import keep_all, make_planner
 from dtrcompile.passes.planning.planners.cover import least_cost_ns, least_cover
@@ -20,6 +18,8 @@ from dtrcompile.passes.planning.planners.search import Search, _range_max
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
+from workloads.bounds import lower_bound_overhead
+from workloads.synthetic import ProgramBuilder, training_chain, transformer
 
 
 def shared_parent() -> Program:

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from bench.synthetic import ProgramBuilder
-from bench.synthetic import training_chain as chain
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.fitting.sharing import (
     ALONE,
@@ -23,10 +21,12 @@ from dtrcompile.passes.fitting.sharing import (
     without_rest,
 )
 from dtrcompile.passes.planning.planners import keep_all, make_planner, minimum_plan
-from dtrcompile.passes.program.plan import Boundary, Compute, Free
+from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.passes.program.tighten import tighten
+from workloads.synthetic import ProgramBuilder
+from workloads.synthetic import training_chain as chain
 
 # Two graphs, 10 bytes of constants each; the first hands 5 bytes on to the second, which has them
 # among its constants.
@@ -55,6 +55,20 @@ def test_the_first_graph_sees_the_second_between_its_forward_and_its_backward() 
 def test_the_second_graph_sees_what_the_first_kept_without_counting_the_handover_twice() -> None:
     # 20 external + 25 kept by the first, less the 15 that are the second's constants.
     assert rest_of([FIRST, SECOND], 1, EXTERNAL) == Rest(30, 0, 0)
+
+
+def test_a_graph_sees_the_later_ones_above_what_those_between_keep() -> None:
+    third = GraphBytes(
+        constant_bytes=10,
+        forward_peak_bytes=30,
+        backward_peak_bytes=80,
+        boundary_bytes=25,
+        gradient_bytes=2,
+    )
+    # The second: 70 in backward and the third's gradients, less its 15 of constants: 57.  The
+    # third: 80 - 10 above the 45 - 15 that the second keeps meanwhile: 100.  30 external, of which
+    # 10 are the first's own; 4 + 2 of gradients.
+    assert rest_of([FIRST, SECOND, third], 0, 30) == Rest(20, 100, 6)
 
 
 def test_the_peak_of_a_step_is_where_the_second_runs_over_what_the_first_keeps() -> None:
@@ -161,6 +175,18 @@ def test_a_planner_sees_what_is_handed_on_as_values_that_it_can_free() -> None:
     assert stats.boundary_bytes == 7
     assert replay(whole, plan)[1].peak_bytes == 7 + 40
     assert stats.recomputed
+
+
+def test_what_is_handed_on_is_not_computed_again_for_the_later_graphs() -> None:
+    program = handing_on(graph_of_a_step(3))
+    whole = with_rest(program, Rest(between_bytes=40))
+    (made,) = (o.id for o in whole.operators if o.name == "out")
+    (storage,) = (s.id for s in whole.storages if s.name == "out")
+    steps = keep_all(whole).steps
+    at = steps.index(Compute(made)) + 1
+    twice = Plan((*steps[:at], Free(storage), Compute(made), *steps[at:]), whole.fingerprint, "")
+    with pytest.raises(PlanError, match="'out' is evicted but is pinned: another graph"):
+        replay(whole, twice)
 
 
 def test_tangents_come_when_the_outputs_that_nobody_holds_are_gone() -> None:

@@ -1,4 +1,4 @@
-"""What keeps the tests and the small benchmarks short: their order, and who runs them."""
+"""What keeps the tests short: their order, and what is left out of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from bench.__main__ import benchmarks, main
 from tests.conftest import long_ones_first
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,19 +36,6 @@ def item(name: str) -> Any:
 def test_every_worker_begins_with_long_tests(names: str, workers: int, expected: str) -> None:
     ordered = long_ones_first([item(name) for name in names], workers)
     assert "".join(i.name for i in ordered) == expected
-
-
-def test_every_script_that_can_be_run_is_a_benchmark() -> None:
-    listed = benchmarks()
-    for path in (ROOT / "bench").glob("*.py"):
-        is_script = "ArgumentParser(" in path.read_text(encoding="utf-8")
-        assert (path.stem in listed) == (is_script and path.stem != "__main__"), path.name
-
-
-def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["amples"])
-    assert "unknown benchmark 'amples'; there are: ample, " in capsys.readouterr().err
 
 
 def test_what_is_left_out_of_make_test_is_run_by_a_workflow() -> None:

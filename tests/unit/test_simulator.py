@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from bench.synthetic import ProgramBuilder, training_chain, transformer
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.heuristics import HLRU, HDTREqNext, HDTRLocal
 from dtrcompile.passes.planning.planners import keep_all
@@ -18,6 +17,7 @@ from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.program.replay import PlanStats, replay
+from workloads.synthetic import ProgramBuilder, training_chain, transformer
 
 
 def run(program: Program, budget_bytes: int, **options: object) -> tuple[Simulation, PlanStats]:

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from bench.synthetic import ProgramBuilder
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import make_planner
-from dtrcompile.passes.planning.planners.base import keep_all
+from dtrcompile.passes.planning.planners.base import keep_all, lower_bound_bytes
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
 from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.passes.program.tighten import tighten
-from tests.property.random_programs import random_program
+from workloads.random_programs import random_program
+from workloads.synthetic import ProgramBuilder
 
 
 def chain() -> Program:
@@ -82,12 +82,15 @@ def test_a_recomputation_that_is_read_stays() -> None:
 
 @pytest.mark.parametrize("planner", ["auto", "dtr"])
 def test_random_programs_never_need_more(planner: str) -> None:
+    planned = recomputing = changed = 0
     for seed in range(200):
         numbers = random.Random(seed)
         program = random_program(numbers.randint)
-        baseline = replay(program, keep_all(program))[1]
+        baseline_bytes = replay(program, keep_all(program))[1].peak_bytes
+        # Seven tenths of the baseline's peak, say, is below what most of these can do with.
+        budget_bytes = (lower_bound_bytes(program) + baseline_bytes) // 2
         try:
-            plan = make_planner(planner).plan(program, baseline.peak_bytes * 7 // 10)
+            plan = make_planner(planner).plan(program, budget_bytes)
         except InfeasibleBudgetError:
             continue
         before = replay(program, plan)[1]
@@ -96,6 +99,13 @@ def test_random_programs_never_need_more(planner: str) -> None:
         assert after.peak_bytes <= before.peak_bytes, f"seed {seed}"
         assert after.cost_ns <= before.cost_ns, f"seed {seed}"
         assert tighten(program, tight) == tight, f"seed {seed}"
+        planned += 1
+        recomputing += bool(after.recomputed)
+        changed += tight != plan
+    # Of auto's 183, 73 and 36; of dtr's 177, 67 and 86.
+    assert planned >= 170
+    assert recomputing >= 50
+    assert changed >= 20
 
 
 def test_a_view_that_backward_makes_of_an_output_keeps_no_copy_before_it() -> None:

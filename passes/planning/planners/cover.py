@@ -4,7 +4,7 @@ In the stage in which the baseline holds most, storages must be out of memory wh
 excess over the budget, and each operator that made one of them must run again after it.  The
 cheapest such cover, a knapsack problem with few items, costs no more than any plan that runs the
 operators for the first time in the program's order: one constraint of the covering relaxation in
-``bench/lower_bound.py``, but solved in integers.  Where budgets are not very tight a plan often
+``workloads/bounds.py``, but solved in integers.  Where budgets are not very tight a plan often
 costs exactly that much, and is then known to be optimal without any search.
 """
 

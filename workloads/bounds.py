@@ -1,4 +1,6 @@
-"""A lower bound of what a budget costs, by a covering relaxation.
+"""What a budget costs at least: a lower bound for any program, the optimum for unit chains.
+
+The bound is a covering relaxation.
 
 In the stage in which operator t runs for the first time, the storages that the baseline holds over
 the budget must be out of memory.  Each of them is touched before and after, so it lies in a *gap*
@@ -18,6 +20,7 @@ import math
 import numpy as np
 
 from dtrcompile.passes.planning.planners.intervals import Intervals
+from dtrcompile.passes.planning.planners.treeverse import forward_steps
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.program import Program
 
@@ -75,3 +78,16 @@ def _gaps(index: ProgramIndex, state: Intervals) -> list[tuple[int, list[tuple[i
                 together[-1][1].append(gap)
             end = max(end, gap[1])
     return together
+
+
+def unit_chain_cost(layers: int, memory_bytes: int) -> int:
+    """The optimum of `synthetic.unit_chain`, whose operators cost 1 each.
+
+    With M bytes, a gradient and the one made from it take two, the state and the snapshots share
+    M - 2, and the start has no bytes but is a snapshot too.  So a chain of N layers has N + 1
+    states, of which the reversal takes t(N + 1, M - 2) forward steps (Griewank and Walther, 2000:
+    `treeverse.forward_steps`); the loss and N gradients are computed once each.  The optimum is
+    their sum, 2 N + 1 where nothing is computed twice (M = N + 2); the MILP of Checkmate agrees
+    (``tests/differential/test_public_graphs.py``).
+    """
+    return forward_steps(layers + 1, memory_bytes - 2) + 1 + layers

@@ -147,22 +147,33 @@ def checked(program: Program, plan: Plan, budget_bytes: int) -> tuple[MemoryTime
     return timeline, stats
 
 
-def check_simulator(program: Program, budget_bytes: int) -> None:
-    """Every heuristic and policy: the simulator's account is the replayer's, step by step."""
+def check_simulator(program: Program, budget_bytes: int) -> int:
+    """Every heuristic and policy: the simulator's account is the replayer's, step by step.
+
+    Returns how many of them found a plan, and so were compared; as those below do.
+    """
     index = ProgramIndex.of(program)
-    for name, deallocation in product(HEURISTICS, Deallocation):
-        options = SimulatorOptions(heuristic=HEURISTICS[name](), deallocation=deallocation)
-        check_run(program, index, budget_bytes, options)
+    return sum(
+        check_run(
+            program,
+            index,
+            budget_bytes,
+            SimulatorOptions(heuristic=HEURISTICS[name](), deallocation=deallocation),
+        )
+        for name, deallocation in product(HEURISTICS, Deallocation)
+    )
 
 
-def check_speed_options(program: Program, budget_bytes: int) -> None:
+def check_speed_options(program: Program, budget_bytes: int) -> int:
     """No combination of the speed tricks makes a plan invalid."""
     index = ProgramIndex.of(program)
+    compared = 0
     for small, sample, batch, hold in product((False, True), repeat=4):
         options = SimulatorOptions(
             ignore_small=small, sample=sample, batch=batch, hold_sources=hold, walk_limit=2
         )
-        check_run(program, index, budget_bytes, options)
+        compared += check_run(program, index, budget_bytes, options)
+    return compared
 
 
 def random_link(pick: Pick) -> HostLink:
@@ -173,9 +184,10 @@ def random_link(pick: Pick) -> HostLink:
 
 def check_simulator_with_link(
     program: Program, budget_bytes: int, link: HostLink, link_price: float
-) -> None:
+) -> int:
     """As `check_simulator`, where evictions may be copies: the account, and the waits."""
     index = ProgramIndex.of(program)
+    compared = 0
     for name, deallocation in product(HEURISTICS, Deallocation):
         options = SimulatorOptions(
             heuristic=HEURISTICS[name](),
@@ -199,9 +211,11 @@ def check_simulator_with_link(
         if exact and link.transfer_ns(1000) == 0:
             # Else what is computed again can look cheaper than it is.
             assert stats.cost_ns == program.cost_ns, plan.to_text()
+        compared += 1
+    return compared
 
 
-def check_offload(program: Program, budget_bytes: int, link: HostLink) -> None:
+def check_offload(program: Program, budget_bytes: int, link: HostLink) -> int:
     """Never dearer than the base planner; with a link that takes no time, as cheap as it gets."""
     index = ProgramIndex.of(program)
     try:
@@ -214,6 +228,7 @@ def check_offload(program: Program, budget_bytes: int, link: HostLink) -> None:
         assert timeline.peak_bytes <= budget_bytes
     base = make_planner("dtr")
     base_ns = cost_or_none(program, base, budget_bytes)
+    compared = 0
     for tried in (link, HostLink(float("inf"))):
         planner = make_planner("offload", host_link=tried, base=base)
         try:
@@ -228,16 +243,18 @@ def check_offload(program: Program, budget_bytes: int, link: HostLink) -> None:
         assert base_ns is None or stats.cost_ns <= base_ns, plan.to_text()
         if tried != link:
             assert stats.cost_ns == program.cost_ns, plan.to_text()
+        compared += 1
+    return compared
 
 
 def check_run(
     program: Program, index: ProgramIndex, budget_bytes: int, options: SimulatorOptions
-) -> None:
-    """One run of the simulator, and its polished schedule."""
+) -> bool:
+    """One run of the simulator, and its polished schedule; whether there was a plan to compare."""
     try:
         run = simulate(index, budget_bytes, options)
     except InfeasibleBudgetError:
-        return
+        return False
     assert budget_bytes >= lower_bound_bytes(program)
     plan = Plan(run.steps, program.fingerprint, "test")
     timeline, stats = checked(program, plan, budget_bytes)
@@ -254,6 +271,7 @@ def check_run(
     better = keep_what_fits(index, schedule, budget_bytes)
     _, stats = checked(program, Plan(better.steps(), program.fingerprint, "test"), budget_bytes)
     assert better.cost_ns == stats.cost_ns <= schedule.cost_ns
+    return True
 
 
 def check_intervals(program: Program, budget_bytes: int, pick: Pick) -> None:
@@ -327,8 +345,9 @@ def check_stages(program: Program, state: Intervals) -> None:
     assert most == {t: state.held_bytes[t] for t in most}
 
 
-def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> None:
+def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> int:
     """Every planner: a plan within the budget or the typed error; the same plan again."""
+    planned = 0
     least_ns = least_cost_ns(ProgramIndex.of(program), budget_bytes)
     for name in sorted(PLANNERS.keys() - _ELSEWHERE):
         planner = make_planner(name)
@@ -344,10 +363,15 @@ def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> 
         assert Plan.from_text(plan.to_text()) == plan
         if budget_bytes >= baseline_bytes:
             assert not stats.recomputed
+        planned += 1
+    return planned
 
 
-def check_oracle(program: Program) -> None:
-    """No planner beats brute force, nor finds a plan below the smallest budget that it names."""
+def check_oracle(program: Program) -> bool:
+    """No planner beats brute force, nor finds a plan below the smallest budget that it names.
+
+    Returns False where the program is too large for brute force.
+    """
     oracle = BruteForcePlanner()
     try:
         smallest_bytes = oracle.smallest_budget_bytes(program)
@@ -362,7 +386,8 @@ def check_oracle(program: Program) -> None:
                 assert cost_ns is None or cost_ns >= best, name
                 assert cost_or_none(program, make_planner(name), smallest_bytes - 1) is None
     except ProgramTooLargeError:
-        return
+        return False
+    return True
 
 
 def cost_or_none(program: Program, planner: Planner, budget_bytes: int) -> int | None:
@@ -374,8 +399,8 @@ def cost_or_none(program: Program, planner: Planner, budget_bytes: int) -> int |
     return checked(program, plan, budget_bytes)[1].cost_ns
 
 
-def check_scaling(program: Program, budget_bytes: int) -> None:
-    """Twice the bytes in twice the budget: the same steps."""
+def check_scaling(program: Program, budget_bytes: int) -> bool:
+    """Twice the bytes in twice the budget: the same steps; whether there are any."""
     doubled = Program(
         tuple(
             Storage(s.id, s.name, 2 * s.size_bytes, s.kind, s.pinned) for s in program.storages
@@ -391,7 +416,9 @@ def check_scaling(program: Program, budget_bytes: int) -> None:
         program.outputs,
         program.boundary,
     )  # fmt: skip
-    assert steps_or_none(doubled, 2 * budget_bytes) == steps_or_none(program, budget_bytes)
+    steps = steps_or_none(program, budget_bytes)
+    assert steps_or_none(doubled, 2 * budget_bytes) == steps
+    return steps is not None
 
 
 def steps_or_none(program: Program, budget_bytes: int) -> tuple[object, ...] | None:

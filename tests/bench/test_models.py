@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.budgets import Row, parse, run_model
-from bench.models import MODELS
+from workloads.models import MODELS
 
 
 @pytest.fixture(autouse=True)

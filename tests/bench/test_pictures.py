@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from bench.pictures import CURVES, Life, lives, make_pictures, memories, pareto
-from bench.synthetic import training_chain
 from dtrcompile.passes.planning.planners import keep_all
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
 from dtrcompile.passes.program.replay import replay
+from workloads.synthetic import training_chain
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
 from dtrcompile.passes.graphs.executor import executor_log
-from tests.integration.helpers import (
+from workloads.training import (
     UNBUDGETED,
     Compile,
     Observed,
