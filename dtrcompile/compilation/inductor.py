@@ -172,11 +172,11 @@ def _check_final(
                 " please report the model."
             )
         return
-    peak_bytes = measured.peak_with(outcome.rest)
-    promised = outcome.measured.peak_with(outcome.rest)
+    peak_bytes = measured.peak_with(outcome.others)
+    promised = outcome.measured.peak_with(outcome.others)
     budget_bytes = outcome.budget_bytes
     if budget_bytes is not None:
-        budget_bytes -= outcome.rest.outside_bytes
+        budget_bytes -= outcome.others.outside_bytes
     allowed = promised if budget_bytes is None else max(budget_bytes, promised)
     log.debug("final schedule %s, promised %s", format_bytes(peak_bytes), format_bytes(promised))
     if peak_bytes > allowed:

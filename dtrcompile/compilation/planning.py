@@ -14,7 +14,13 @@ from dtrcompile.outside.surroundings import SurroundingBytes
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.costs import make_cost_model
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.fitting.fit import MemoryModel, Outcome, RefereeModel, constant_bytes, fit
+from dtrcompile.passes.fitting.fit import (
+    MemoryModel,
+    Outcome,
+    RefereeModel,
+    constant_bytes_by_kind,
+    fit,
+)
 from dtrcompile.passes.fitting.inductor_model import InductorModel
 from dtrcompile.passes.graphs.capture import Captured, capture
 from dtrcompile.passes.graphs.modules import output_arguments
@@ -103,7 +109,7 @@ def _plan_at_sizes(
         outcome = fit(
             captured,
             planner,
-            session.terms,
+            session.limits,
             model,
             is_whole_peak=options.is_whole_peak,
             always_emit=not is_inductor,
@@ -128,6 +134,6 @@ def _available_bytes(captured: Captured, beside: SurroundingBytes) -> int | None
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
     cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    totals = constant_bytes(captured)
+    totals = constant_bytes_by_kind(captured)
     held_bytes = totals[StorageKind.PARAMETER] + totals[StorageKind.INPUT]
     return int(free_bytes + cached_bytes + held_bytes + beside.present_bytes)

@@ -51,7 +51,7 @@ def add_compile_report(
         waits_for_step: the budget is a share of a training step that has not been seen yet.
         graph_break: the message about the graph break that the graph ends in; empty for none.
     """
-    beside, rest = assignment.beside, assignment.rest
+    beside, others = assignment.beside, assignment.others
     captured, chosen = outcome.captured, outcome.chosen
     plan, _, stats = outcome.baseline
     measured = outcome.baseline_measured
@@ -89,9 +89,10 @@ def add_compile_report(
             planning_s=capture_s + outcome.planning_s,
             lowering_s=outcome.lowering_s,
             is_plan_from_disk=outcome.is_kept,
-            outside_bytes=outcome.rest.outside_bytes,
-            step_peak_bytes=rest.outside_bytes + measured.peak_with(rest),
-            baseline_step_peak_bytes=rest.outside_bytes + outcome.baseline_measured.peak_with(rest),
+            outside_bytes=outcome.others.outside_bytes,
+            step_peak_bytes=others.outside_bytes + measured.peak_with(others),
+            baseline_step_peak_bytes=others.outside_bytes
+            + outcome.baseline_measured.peak_with(others),
             verification=verification,
             beside=beside.resident,
             optimizer_step_bytes=beside.in_step_bytes(around_bytes) if around_bytes else 0,

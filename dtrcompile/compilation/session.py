@@ -37,7 +37,7 @@ from torch import fx
 from dtrcompile.compilation.reporting import add_compile_report
 from dtrcompile.options import Options
 from dtrcompile.passes.errors import format_bytes
-from dtrcompile.passes.fitting.fit import Outcome, Terms
+from dtrcompile.passes.fitting.fit import Limits, Outcome
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.inductor import Wrapper
 from dtrcompile.steps.planned import Assignment, Planned
@@ -104,7 +104,7 @@ class Session:
 
     # --- planning ---------------------------------------------------------------------------------
 
-    def terms(self, baseline: Measured) -> Terms:
+    def limits(self, baseline: Measured) -> Limits:
         """What the plan has to keep to, where the default split holds ``baseline``."""
         trains = baseline.backward_peak_bytes > 0
         waits = self.step_peak.has_to_wait(self.options, trains=trains)
@@ -117,7 +117,7 @@ class Session:
             trains=trains,
             beside=self.assignment.beside,
         )
-        return self.assignment.terms(
+        return self.assignment.limits(
             baseline, budget_bytes, waits=waits and self.assignment.budget_bytes is None
         )
 
@@ -163,12 +163,12 @@ class Session:
             backward_follows: backward's part of ``baseline`` is still an estimate.
         """
         assert self.outcome is not None
-        rest, budget_bytes = self.outcome.rest, self.outcome.budget_bytes
+        others, budget_bytes = self.outcome.others, self.outcome.budget_bytes
         if self.options.is_whole_peak:
             budget_bytes = baseline.peak_bytes
         if (
             budget_bytes is not None
-            and baseline.peak_with(rest) > budget_bytes - rest.outside_bytes
+            and baseline.peak_with(others) > budget_bytes - others.outside_bytes
         ):
             self.state = SessionState.TOO_LARGE
             return
@@ -249,7 +249,7 @@ class Session:
         budget_bytes = assignment.budget_bytes
         if budget_bytes is None:
             budget_bytes = self.outcome.budget_bytes
-        self.outcome = replace(self.outcome, rest=assignment.rest, budget_bytes=budget_bytes)
+        self.outcome = replace(self.outcome, others=assignment.others, budget_bytes=budget_bytes)
         self.report()
 
     def report(self, *, is_logged: bool = True) -> None:

@@ -43,7 +43,7 @@ from dtrcompile.outside.surroundings import (
 )
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.fit import as_it_is
-from dtrcompile.passes.fitting.sharing import Rest
+from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.steps.autograd_nodes import are_unheld, waits
@@ -116,8 +116,8 @@ class Ledger:
         waiting = self.waiting_calls()
         outside = sum(w.kept_bytes for w in self.waiting())
         if self.recording.has_all_calls:
-            others = [c for c in self.calls if c.graph is not of_graph]
-            outside += external_bytes(others, self.related_calls())
+            calls = [c for c in self.calls if c.graph is not of_graph]
+            outside += external_bytes(calls, self.related_calls())
             outside += self.own_inputs_bytes(of_graph)
         else:
             outside += sum(
@@ -137,8 +137,8 @@ class Ledger:
             note = f"{waiting} earlier graph(s) of the step hold {format_bytes(outside)}"
         if more_follow:
             note = f"{note}; more graphs follow".lstrip("; ")
-        rest = Rest(outside_bytes=outside + beside.resident_bytes)
-        return Assignment(rest=rest, more_follow=more_follow, note=note, beside=beside)
+        others = OtherGraphs(outside_bytes=outside + beside.resident_bytes)
+        return Assignment(others=others, more_follow=more_follow, note=note, beside=beside)
 
     def own_inputs_bytes(self, graph: SharedGraph) -> int:
         """Inputs, parameters left out, of the graph's calls that wait, which no other call has."""
@@ -211,12 +211,12 @@ class Ledger:
         Whether the caller does is seen when its backward begins.
         """
         assignment = self.first_assignment(False, graph)
-        rest = replace(
-            assignment.rest,
+        others = replace(
+            assignment.others,
             between_bytes=graph.returned.after_bytes,
             gradient_bytes=_SCALAR_BYTES,
         )
-        return replace(assignment, rest=rest, handed_on=ALL_HANDED_ON)
+        return replace(assignment, others=others, handed_on=ALL_HANDED_ON)
 
     def advised(self, refusal: InfeasibleBudgetError) -> InfeasibleBudgetError:
         """For a graph that may be one of several."""
@@ -416,7 +416,7 @@ class Ledger:
             InfeasibleBudgetError: if there is no room for it beside the calls that wait.
         """
         assignment = self.first_assignment(True, graph)
-        chosen, outside_bytes = planned.chosen, assignment.rest.outside_bytes
+        chosen, outside_bytes = planned.chosen, assignment.others.outside_bytes
         budget_bytes = None
         if not assignment.is_share_of_unknown:
             whole_bytes = assignment.beside.whole_bytes(
@@ -450,9 +450,9 @@ class Ledger:
             more_bytes = beside.resident_bytes - before.resident_bytes
             if self.options.is_whole_peak:
                 more_bytes = 0  # whatever a step holds
-            rest = graph.assignment.rest
-            rest = replace(rest, outside_bytes=rest.outside_bytes + more_bytes)
-            graph.assignment = replace(graph.assignment, rest=rest, beside=beside)
+            others = graph.assignment.others
+            others = replace(others, outside_bytes=others.outside_bytes + more_bytes)
+            graph.assignment = replace(graph.assignment, others=others, beside=beside)
             if beside == before or graph.planned is None:
                 return
             if graph.kept_bytes > self.most_kept_bytes:
@@ -484,7 +484,7 @@ class Ledger:
                 own_bytes = graph.own_bytes(planned)
                 if own_bytes is None or graph.assignment.is_share_of_unknown:
                     continue
-                budget_bytes = own_bytes + graph.assignment.rest.outside_bytes
+                budget_bytes = own_bytes + graph.assignment.others.outside_bytes
                 self.surroundings.current.check(budget_bytes, planned.around_bytes)
 
     def parameters_beside(self, graph: SharedGraph) -> list[torch.Tensor]:
@@ -565,18 +565,20 @@ class Ledger:
         if not more_bytes:
             return
         self.recording.outputs_are_held()
-        budget_bytes, rest = self.budget_of_holding(planned), assignment.rest
-        outside_bytes = rest.outside_bytes + more_bytes
-        if budget_bytes is None or outside_bytes + planned.chosen.peak_with(rest) <= budget_bytes:
+        budget_bytes, others = self.budget_of_holding(planned), assignment.others
+        outside_bytes = others.outside_bytes + more_bytes
+        if budget_bytes is None or outside_bytes + planned.chosen.peak_with(others) <= budget_bytes:
             return
-        outside_bytes += rest.gradient_bytes
+        outside_bytes += others.gradient_bytes
         if not waiting.release_saved():
             raise InfeasibleBudgetError(
                 budget_bytes, minimum_bytes=outside_bytes + planned.chosen.backward_peak_bytes
             )
         note = f"beside {format_bytes(outside_bytes)} that others hold, some of it unforeseen"
         graph.compile_again(
-            Assignment(budget_bytes, Rest(outside_bytes), note=note, beside=assignment.beside)
+            Assignment(
+                budget_bytes, OtherGraphs(outside_bytes), note=note, beside=assignment.beside
+            )
         )
 
     def budget_of_holding(self, planned: Planned) -> int | None:
@@ -623,11 +625,11 @@ class Ledger:
             peak_bytes = max(chosen.forward_peak_bytes + tangent_bytes, chosen.peak_bytes)
             if outside_bytes + peak_bytes <= budget_bytes:
                 return
-            rest = Rest(outside_bytes=outside_bytes + more_bytes)
+            others = OtherGraphs(outside_bytes=outside_bytes + more_bytes)
             # Nobody holds what is returned a second time.
             beside = graph.assignment.beside
             graph.compile_again(
-                Assignment(budget_bytes, rest, note=note, handed_on=ALL_HANDED_ON, beside=beside)
+                Assignment(budget_bytes, others, note=note, handed_on=ALL_HANDED_ON, beside=beside)
             )
 
     def handed_on(self, waiting: Waiting) -> HandedOn:

@@ -14,9 +14,9 @@ from torch import fx
 
 from dtrcompile.outside.surroundings import NO_SURROUNDINGS, SurroundingBytes
 from dtrcompile.passes.device.allocators import Allocator
-from dtrcompile.passes.fitting.fit import Outcome, Terms, holding
+from dtrcompile.passes.fitting.fit import Limits, Outcome, holding
 from dtrcompile.passes.fitting.measured import Measured
-from dtrcompile.passes.fitting.sharing import GraphBytes, Rest, without_rest
+from dtrcompile.passes.fitting.sharing import GraphBytes, OtherGraphs, without_other_graphs
 from dtrcompile.passes.graphs.capture import (
     NOTHING_HANDED_ON,
     Captured,
@@ -42,7 +42,7 @@ class Assignment:
 
     Attributes:
         budget_bytes: of the step, None: resolve the options' for this graph.
-        rest: the other graphs, as far as they are known.
+        others: the other graphs, as far as they are known.
         more_follow: other graphs will run between this one's forward and backward, which ones is
             not known yet.
         is_share_of_unknown: the budget is a share of the whole step's peak, which is not known yet.
@@ -55,7 +55,7 @@ class Assignment:
     """
 
     budget_bytes: int | None = None
-    rest: Rest = field(default_factory=Rest)
+    others: OtherGraphs = field(default_factory=OtherGraphs)
     more_follow: bool = False
     is_share_of_unknown: bool = False
     note: str = ""
@@ -70,7 +70,9 @@ class Assignment:
         """The step is not known yet, so the graph is compiled again when it is."""
         return self.more_follow or self.is_share_of_unknown
 
-    def terms(self, measured: Measured, budget_bytes: int | None, *, waits: bool = False) -> Terms:
+    def limits(
+        self, measured: Measured, budget_bytes: int | None, *, waits: bool = False
+    ) -> Limits:
         """The terms of a graph whose default split holds ``measured``.
 
         Args:
@@ -80,14 +82,14 @@ class Assignment:
         if self.budget_bytes is not None:
             budget_bytes = self.budget_bytes
         if waits:
-            return Terms(None, self.rest, is_unlimited=True)
+            return Limits(None, self.others, is_unlimited=True)
         more_follow = self.more_follow and measured.backward_peak_bytes > 0  # else it saves nothing
         if self.is_share_of_unknown:
-            return Terms(None, more_follow=more_follow)
+            return Limits(None, more_follow=more_follow)
         own_bytes = measured.peak_bytes - _constants(measured)
-        if is_small(own_bytes, budget_bytes, self.rest.outside_bytes):
+        if is_small(own_bytes, budget_bytes, self.others.outside_bytes):
             more_follow = False
-        return Terms(budget_bytes, self.rest, more_follow)
+        return Limits(budget_bytes, self.others, more_follow)
 
 
 def is_small(own_bytes: int, budget_bytes: int | None, outside_bytes: int) -> bool:
@@ -225,16 +227,16 @@ class Planned:
     @property
     def own_peak_bytes(self) -> int:
         """What the graph holds, with what the others of its step hold above it."""
-        return self.chosen.peak_with(self.assignment.rest)
+        return self.chosen.peak_with(self.assignment.others)
 
     @property
     def baseline_peak_bytes(self) -> int:
         """The same of the default split."""
-        return self.baseline.peak_with(self.assignment.rest)
+        return self.baseline.peak_with(self.assignment.others)
 
     def stats_of(self, plan: Plan) -> PlanStats:
         """Of another plan, made of the program with the rest of a step."""
-        return replay(self.program, without_rest(plan, self.program))[1]
+        return replay(self.program, without_other_graphs(plan, self.program))[1]
 
     def planned_bytes(self, stats: PlanStats) -> GraphBytes:
         """What a plan holds."""

@@ -255,8 +255,8 @@ class SharedGraph:
         planned = self.planned
         if planned is None:
             return None
-        rest = planned.assignment.rest
-        return rest.outside_bytes + planned.chosen.peak_with(rest)
+        others = planned.assignment.others
+        return others.outside_bytes + planned.chosen.peak_with(others)
 
     def counts_kept_gradients(self) -> bool:
         """Whether the promise holds gradients of an earlier backward."""
@@ -275,7 +275,7 @@ class SharedGraph:
         own_bytes = self.own_bytes(planned)
         if own_bytes is None or options.budget.kind is BudgetKind.SHARE:
             return  # of what the graphs hold; nothing was said of the device
-        outside_bytes = planned.assignment.rest.outside_bytes
+        outside_bytes = planned.assignment.others.outside_bytes
         reserved_bytes = options.reserve.resolve(planned.baseline.peak_bytes) or 0
         check.begin(
             Expected(
@@ -303,7 +303,7 @@ class SharedGraph:
         """What the graph may hold of the budget, at the sizes of ``planned``; None for the least
         that can be."""
         budget_bytes = self.budget_bytes(planned)
-        outside_bytes = self.assignment.rest.outside_bytes
+        outside_bytes = self.assignment.others.outside_bytes
         return None if budget_bytes is None else budget_bytes - outside_bytes
 
     def _compile_for(self, values: Values, number: int) -> Code:
@@ -337,9 +337,9 @@ class SharedGraph:
     def _outgrows(self, values: Values) -> bool:
         """Whether the step that the graph was planned for has to be planned anew, because other
         graphs of it hold more at these sizes too."""
-        assignment, rest = self.assignment, self.assignment.rest
-        is_alone = rest.outside_bytes <= assignment.beside.resident_bytes and not (
-            rest.between_bytes or rest.gradient_bytes or assignment.is_provisional
+        assignment, others = self.assignment, self.assignment.others
+        is_alone = others.outside_bytes <= assignment.beside.resident_bytes and not (
+            others.between_bytes or others.gradient_bytes or assignment.is_provisional
         )
         if is_alone or self.ledger.options.is_whole_peak:
             return False
@@ -352,7 +352,7 @@ class SharedGraph:
             if planned is not None and planned.trains:
                 own_bytes = self.own_bytes(planned)
                 if own_bytes is not None:
-                    budget_bytes = own_bytes + self.assignment.rest.outside_bytes
+                    budget_bytes = own_bytes + self.assignment.others.outside_bytes
                     beside.check(budget_bytes, planned.around_bytes)
             return self.family.choose(values)
         except InfeasibleBudgetError as refusal:
@@ -404,7 +404,7 @@ class SharedGraph:
         own_bytes = self.own_bytes(planned)
         held_bytes = planned.own_peak_bytes + self.kept_bytes
         if own_bytes is not None and held_bytes > own_bytes:
-            outside_bytes = self.assignment.rest.outside_bytes
+            outside_bytes = self.assignment.others.outside_bytes
             raise InfeasibleBudgetError(
                 own_bytes + outside_bytes,
                 minimum_bytes=held_bytes + outside_bytes,

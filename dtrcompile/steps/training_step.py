@@ -16,12 +16,12 @@ from dtrcompile.passes.fitting.fit import as_it_is
 from dtrcompile.passes.fitting.sharing import (
     Demand,
     GraphBytes,
-    Rest,
+    OtherGraphs,
     cheapest_share,
-    rest_of,
+    other_graphs_of,
     share,
     step_peak_bytes,
-    with_rest,
+    with_other_graphs,
 )
 from dtrcompile.passes.graphs.capture import NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.planning.planners import make_planner, minimum_plan
@@ -52,7 +52,7 @@ class Form:
 
     Attributes:
         sequence: the graph of each planned call, in order.
-        external_bytes: constants of all graphs, as in `rest_of`, and what lies beside them.
+        external_bytes: constants of all graphs, as in `other_graphs_of`, and what lies beside them.
         gradient_bytes: of each call, gradients that its backward is the first to make.
         result_bytes: of each call, outputs and tangents that stay with the caller.
         loss: what is held between the last graph and the loss.
@@ -108,11 +108,13 @@ class Form:
         """The most that a step of this form holds."""
         return step_peak_bytes(self.in_order(held), self.external_bytes)
 
-    def rests(self, held: Sequence[GraphBytes], i: int) -> list[Rest]:
+    def others_of_calls(self, held: Sequence[GraphBytes], i: int) -> list[OtherGraphs]:
         """What each call of graph ``i`` sees of the others."""
         calls = self.in_order(held)
         return [
-            rest_of(calls, k, self.external_bytes) for k, j in enumerate(self.sequence) if j == i
+            other_graphs_of(calls, k, self.external_bytes)
+            for k, j in enumerate(self.sequence)
+            if j == i
         ]
 
 
@@ -234,48 +236,52 @@ class TrainingStep:
         """How often graph ``i`` runs in a step."""
         return max(form.sequence.count(i) for form in self.forms)
 
-    def rest(self, held: Sequence[GraphBytes], i: int) -> Rest:
+    def others(self, held: Sequence[GraphBytes], i: int) -> OtherGraphs:
         """What graph ``i`` sees of the others; the strictest, where it runs several times."""
-        rests = [rest for form in self.forms for rest in form.rests(held, i)]
-        outside = max(r.outside_bytes for r in rests)
-        waiting = max(r.outside_bytes + r.between_bytes for r in rests)
-        backward = max(r.outside_bytes + r.gradient_bytes for r in rests)
-        return Rest(outside, waiting - outside, backward - outside)
+        others_of_calls = [
+            others for form in self.forms for others in form.others_of_calls(held, i)
+        ]
+        outside = max(r.outside_bytes for r in others_of_calls)
+        waiting = max(r.outside_bytes + r.between_bytes for r in others_of_calls)
+        backward = max(r.outside_bytes + r.gradient_bytes for r in others_of_calls)
+        return OtherGraphs(outside, waiting - outside, backward - outside)
 
-    def rest_of_calls(self, held: Sequence[GraphBytes], i: int, peak_bytes: int) -> Rest:
+    def other_graphs_of_calls(
+        self, held: Sequence[GraphBytes], i: int, peak_bytes: int
+    ) -> OtherGraphs:
         """What graph ``i`` sees, so that it keeps no more than ``held`` if it is called again.
 
         It is then among its own others, which is only right if its plan keeps what they do.
         """
-        rest = self.rest(held, i)
+        others = self.others(held, i)
         if self.calls_of(i) == 1:
-            return rest
-        room_bytes = peak_bytes - rest.outside_bytes - held[i].boundary_bytes
-        return replace(rest, between_bytes=max(rest.between_bytes, room_bytes))
+            return others
+        room_bytes = peak_bytes - others.outside_bytes - held[i].boundary_bytes
+        return replace(others, between_bytes=max(others.between_bytes, room_bytes))
 
-    def assignment(self, budget_bytes: int | None, rest: Rest, i: int) -> Assignment:
+    def assignment(self, budget_bytes: int | None, others: OtherGraphs, i: int) -> Assignment:
         """What graph ``i`` is told."""
         calls = [c for c in self.calls if c.graph is self.graphs[i]]
         holders = max((c.holders for c in calls), default=())
         handed_on = self.handed_on[i]
         return Assignment(
             budget_bytes,
-            rest,
-            note=self.note(rest),
+            others,
+            note=self.note(others),
             handed_on=handed_on,
             holders=holders,
             beside=self.beside,
         )
 
-    def note(self, rest: Rest) -> str:
+    def note(self, others: OtherGraphs) -> str:
         """For the report."""
         graphs = max(len(form.sequence) for form in self.forms)
         if graphs == 1:
             return ""
         return (
             f"one of {graphs} graphs of the step: the others hold"
-            f" {format_bytes(rest.outside_bytes)} beside it, and"
-            f" {format_bytes(rest.between_bytes)} between its forward and its backward"
+            f" {format_bytes(others.outside_bytes)} beside it, and"
+            f" {format_bytes(others.between_bytes)} between its forward and its backward"
         )
 
     def compile_within(self, budget_bytes: int) -> None:
@@ -317,7 +323,7 @@ class TrainingStep:
         """Go on with the code that is there, now that the step is known."""
         held = self.held()
         for i, graph in enumerate(self.graphs):
-            graph.keep(self.assignment(budget_bytes, self.rest(held, i), i))
+            graph.keep(self.assignment(budget_bytes, self.others(held, i), i))
 
     def held(self) -> list[GraphBytes]:
         """What each graph holds with the code that it has."""
@@ -335,33 +341,33 @@ class TrainingStep:
             peak_bytes = self.peak(held)
             if peak_bytes <= enough_bytes:
                 return
-            rests = [self.rest(held, i) for i in range(len(self.graphs))]
+            others_of_calls = [self.others(held, i) for i in range(len(self.graphs))]
             stands_at = [
                 i
-                for i, (h, rest) in enumerate(zip(held, rests, strict=True))
+                for i, (h, others) in enumerate(zip(held, others_of_calls, strict=True))
                 if i not in tried
-                and rest.outside_bytes + h.peak_with(rest) >= peak_bytes
-                and self.can_be_smaller(i, rest, peak_bytes)
+                and others.outside_bytes + h.peak_with(others) >= peak_bytes
+                and self.can_be_smaller(i, others, peak_bytes)
             ]
             if not stands_at:
                 return
             i = stands_at[0]
             tried.add(i)
             graph, code = self.graphs[i], self.graphs[i].code
-            rest = self.rest_of_calls(held, i, peak_bytes)
-            graph.compile_again(self.assignment(None, rest, i))
+            others = self.other_graphs_of_calls(held, i, peak_bytes)
+            graph.compile_again(self.assignment(None, others, i))
             held[i] = self.planned(i).chosen
             if self.peak(held) >= peak_bytes:
                 graph.use(code)
 
-    def can_be_smaller(self, i: int, rest: Rest, peak_bytes: int) -> bool:
-        """Whether a graph that the step's peak stands at was made for another rest of the step."""
+    def can_be_smaller(self, i: int, others: OtherGraphs, peak_bytes: int) -> bool:
+        """Whether a graph at which the step's peak occurs was compiled beside other graphs."""
         planned = self.planned(i)
         if planned.assignment.more_follow:
             # It was to save the least, at the price of its own peak.
-            own_bytes = planned.chosen.peak_with(replace(rest, between_bytes=0))
-            return rest.outside_bytes + own_bytes >= peak_bytes
-        return rest.between_bytes > 0 or planned.assignment.handed_on != self.handed_on[i]
+            own_bytes = planned.chosen.peak_with(replace(others, between_bytes=0))
+            return others.outside_bytes + own_bytes >= peak_bytes
+        return others.between_bytes > 0 or planned.assignment.handed_on != self.handed_on[i]
 
     def shared(
         self, demands: Sequence[Demand], scale: float, budget_bytes: int
@@ -387,7 +393,9 @@ class TrainingStep:
         if program.boundary is None:
             return planned.chosen
         between = replay(program, as_it_is(program))[1].peak_bytes
-        plan = minimum_plan(with_rest(program, Rest(between_bytes=between)), self.quick)
+        plan = minimum_plan(
+            with_other_graphs(program, OtherGraphs(between_bytes=between)), self.quick
+        )
         found = planned.planned_bytes(planned.stats_of(plan))
         return min(
             (planned.baseline, planned.chosen, found), key=lambda b: (b.kept_bytes, b.peak_bytes)
@@ -411,10 +419,10 @@ class TrainingStep:
         for i in range(len(self.graphs)):
             planned = self.planned(i)
             program = planned.program
-            rest = self.rest(held, i)
-            own_bytes = budget_bytes - rest.outside_bytes
+            others = self.others(held, i)
+            own_bytes = budget_bytes - others.outside_bytes
             baseline = planned.baseline
-            if baseline.kept_bytes <= quotas[i] and baseline.peak_with(rest) <= own_bytes:
+            if baseline.kept_bytes <= quotas[i] and baseline.peak_with(others) <= own_bytes:
                 held[i] = baseline
                 cost_ns += self.calls_of(i) * program.cost_ns
                 continue
@@ -423,11 +431,11 @@ class TrainingStep:
                 i not in form.sequence or i == form.sequence[-1] for form in self.forms
             )
             if is_last:
-                between = rest.between_bytes
+                between = others.between_bytes
             elif planned.baseline.kept_bytes <= quotas[i]:
                 between = 0
             try:
-                whole = with_rest(program, replace(rest, between_bytes=between))
+                whole = with_other_graphs(program, replace(others, between_bytes=between))
                 plan = self.quick.plan(whole, own_bytes)
             except InfeasibleBudgetError:
                 return None
@@ -440,12 +448,12 @@ class TrainingStep:
         """Compile the graphs in order; each sees what those before it really hold."""
         held = list(held)
         for i, graph in enumerate(self.graphs):
-            rest = self.rest_of_calls(held, i, budget_bytes)
+            others = self.other_graphs_of_calls(held, i, budget_bytes)
             planned = self.planned(i)
             fits_as_it_is = planned.is_default and (
-                rest.outside_bytes + planned.chosen.peak_with(rest) <= budget_bytes
+                others.outside_bytes + planned.chosen.peak_with(others) <= budget_bytes
             )
-            assignment = self.assignment(budget_bytes, rest, i)
+            assignment = self.assignment(budget_bytes, others, i)
             if fits_as_it_is:
                 graph.keep(assignment)
             else:

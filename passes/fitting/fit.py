@@ -36,7 +36,13 @@ from dtrcompile.passes.fitting.settings import (
     SPEED_WORKSPACE_COST_SHARE,
     SPEED_WORKSPACE_DIVISOR,
 )
-from dtrcompile.passes.fitting.sharing import ALONE, GraphBytes, Rest, with_rest, without_rest
+from dtrcompile.passes.fitting.sharing import (
+    ALONE,
+    GraphBytes,
+    OtherGraphs,
+    with_other_graphs,
+    without_other_graphs,
+)
 from dtrcompile.passes.fitting.targets import (
     Attempt,
     BudgetSearch,
@@ -84,7 +90,7 @@ class MemoryModel(ABC):
         """
         return None
 
-    def key_of(self, captured: Captured, planner: Planner, terms: Terms) -> str | None:  # noqa: ARG002
+    def key_of(self, captured: Captured, planner: Planner, limits: Limits) -> str | None:  # noqa: ARG002
         """Under what a choice is kept on disk, None: it is not kept.
 
         Covers all that a choice depends on.
@@ -197,7 +203,7 @@ class Outcome:
 
     Attributes:
         captured: what was planned; it may have another order than what was given.
-        rest: the other graphs of the step.
+        others: the other graphs of the step.
         chosen: the plan to compile, or None: the default split fits as it is.
         baseline: the default split's plan (each operator once).
         baseline_measured: what the default split holds.
@@ -209,7 +215,7 @@ class Outcome:
     """
 
     captured: Captured
-    rest: Rest
+    others: OtherGraphs
     chosen: Candidate | None
     baseline: tuple[Plan, MemoryTimeline, PlanStats]
     baseline_measured: Measured
@@ -243,19 +249,19 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Limits:
     """What a graph has to keep to.
 
     Attributes:
         budget_bytes: of the whole step; None for the smallest.
-        rest: the other graphs of the step; what they hold beside this one comes off the budget.
+        others: the other graphs of the step; what they hold beside this one comes off the budget.
         more_follow: graphs of unknown size run between forward and backward, so it is to save as
             little as it can.
         is_unlimited: there is no budget yet; the default split is what runs.
     """
 
     budget_bytes: int | None
-    rest: Rest = ALONE
+    others: OtherGraphs = ALONE
     more_follow: bool = False
     is_unlimited: bool = False
 
@@ -265,14 +271,14 @@ class Terms:
             return True
         if self.budget_bytes is None or self.more_follow:
             return False
-        own_bytes = self.budget_bytes - self.rest.outside_bytes
-        return AMPLE * guessed.peak_with(self.rest) <= own_bytes
+        own_bytes = self.budget_bytes - self.others.outside_bytes
+        return AMPLE * guessed.peak_with(self.others) <= own_bytes
 
 
 def fit(
     captured: Captured,
     planner: Planner,
-    terms: Callable[[Measured], Terms],
+    limits: Callable[[Measured], Limits],
     model: MemoryModel,
     *,
     is_whole_peak: bool = False,
@@ -281,14 +287,14 @@ def fit(
     """Find the cheapest graphs that stay within the budget.
 
     Args:
-        terms: what the default split holds -> what to keep to.
+        limits: what the default split holds -> what to keep to.
         is_whole_peak: the budget is what the default split holds, whatever that is.
         always_emit: emit the baseline too, where it fits (the eager executor runs nothing else).
 
     Raises:
         InfeasibleBudgetError: naming the smallest budget that can be met.
     """
-    return _Fit(captured, planner, model).run(terms, is_whole_peak, always_emit)
+    return _Fit(captured, planner, model).run(limits, is_whole_peak, always_emit)
 
 
 class _Fit:
@@ -297,7 +303,7 @@ class _Fit:
     def __init__(self, captured: Captured, planner: Planner, model: MemoryModel) -> None:
         self.captured = captured
         self.program = captured.program
-        self.rest = ALONE
+        self.others = ALONE
         self.planner = planner
         self.model = model
         self.baseline_bytes = 0
@@ -314,23 +320,23 @@ class _Fit:
         self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Plan | None] = {}
 
     def run(
-        self, terms: Callable[[Measured], Terms], is_whole_peak: bool, always_emit: bool
+        self, limits: Callable[[Measured], Limits], is_whole_peak: bool, always_emit: bool
     ) -> Outcome:
         plan = as_it_is(self.program)
         timeline, stats = replay(self.program, plan)
         guessed = None if always_emit else self.model.guess(self.captured, stats)
         if guessed is not None:
-            agreed = terms(guessed)
+            agreed = limits(guessed)
             if agreed.are_ample(guessed) and not is_whole_peak:
                 stats = self.stats_of(plan, self.model.workspaces(self.captured))
                 guessed = self.model.guess(self.captured, stats) or guessed
-                agreed = terms(guessed)
+                agreed = limits(guessed)
             if is_whole_peak or agreed.are_ample(guessed):
                 log.debug("baseline: about %s, not measured", format_bytes(guessed.peak_bytes))
                 split = (plan, timeline, stats)
                 return Outcome(
                     self.captured,
-                    agreed.rest,
+                    agreed.others,
                     None,
                     split,
                     guessed,
@@ -350,13 +356,13 @@ class _Fit:
             measured = self.measured(None, plan, stats)
         self.lowering_s += time.perf_counter() - start
         self.model.keep(measured)
-        agreed = terms(measured)
-        budget_bytes, self.rest = agreed.budget_bytes, agreed.rest
+        agreed = limits(measured)
+        budget_bytes, self.others = agreed.budget_bytes, agreed.others
         self.workspaces = {
             **measured.workspace_bytes,
             **savings(self.program, measured.written_over),
         }
-        own_bytes = None if budget_bytes is None else budget_bytes - self.rest.outside_bytes
+        own_bytes = None if budget_bytes is None else budget_bytes - self.others.outside_bytes
         log.debug(
             "baseline: planned %s, measured %s; budget %s",
             format_bytes(stats.peak_bytes),
@@ -369,7 +375,7 @@ class _Fit:
             chosen = self.try_plan(tighten(self.program, plan))
         return Outcome(
             self.captured,
-            self.rest,
+            self.others,
             chosen,
             (plan, timeline, stats),
             measured,
@@ -381,7 +387,7 @@ class _Fit:
         )
 
     def kept_or_chosen(
-        self, agreed: Terms, own_bytes: int | None, measured: Measured, plan: Plan
+        self, agreed: Limits, own_bytes: int | None, measured: Measured, plan: Plan
     ) -> Candidate | None:
         """What an earlier process chose for the same question, else what is chosen now.
 
@@ -389,7 +395,7 @@ class _Fit:
             InfeasibleBudgetError: if no plan keeps to the terms.
         """
         is_question = not agreed.is_unlimited and (
-            agreed.more_follow or own_bytes is None or measured.peak_with(self.rest) > own_bytes
+            agreed.more_follow or own_bytes is None or measured.peak_with(self.others) > own_bytes
         )
         if not is_question:
             return None
@@ -408,33 +414,33 @@ class _Fit:
                 if type(refusal) is InfeasibleBudgetError:  # not that a planner's time was up
                     disk_cache.write(key, refusal_entry(refusal))
                 raise
-            held = measured.peak_with(self.rest) if chosen is None else self.peak(chosen)
+            held = measured.peak_with(self.others) if chosen is None else self.peak(chosen)
             chosen_plan = None if chosen is None else chosen.plan
             if chosen is not None:
                 self.model.keep(chosen.measured)
             disk_cache.write(
-                key, Choice(chosen_plan, self.rest, self.speed_workspace_bytes, held).entry()
+                key, Choice(chosen_plan, self.others, self.speed_workspace_bytes, held).entry()
             )
         return chosen
 
     def takes_up(self, choice: Choice, measured: Measured) -> bool:
         """Go on from an earlier choice, unless its graphs hold something else by now."""
-        before = self.rest, self.speed_workspace_bytes
-        self.rest, self.speed_workspace_bytes = choice.rest, choice.speed_workspace_bytes
+        before = self.others, self.speed_workspace_bytes
+        self.others, self.speed_workspace_bytes = choice.others, choice.speed_workspace_bytes
         try:
-            held = measured.peak_with(self.rest)
+            held = measured.peak_with(self.others)
             if choice.plan is not None:
                 held = self.peak(self.try_plan(choice.plan))
             self.is_kept = held == choice.peak_bytes
         except DTRError as error:
             log.debug("a plan that was kept cannot be used: %s", error)
         if not self.is_kept:
-            self.rest, self.speed_workspace_bytes = before
+            self.others, self.speed_workspace_bytes = before
             self.candidates.clear()
         return self.is_kept
 
     def chosen_for(
-        self, agreed: Terms, own_bytes: int | None, measured: Measured, plan: Plan
+        self, agreed: Limits, own_bytes: int | None, measured: Measured, plan: Plan
     ) -> Candidate | None:
         """What keeps to the terms; None: the default split.
 
@@ -449,8 +455,8 @@ class _Fit:
             if own_bytes is not None:
                 available_bytes = own_bytes - self.program.constant_bytes
                 between_bytes = max(between_bytes, available_bytes // 2)
-            self.rest = replace(self.rest, between_bytes=between_bytes)
-        peak_bytes = self.baseline_bytes = measured.peak_with(self.rest)
+            self.others = replace(self.others, between_bytes=between_bytes)
+        peak_bytes = self.baseline_bytes = measured.peak_with(self.others)
         if not agreed.more_follow and own_bytes is not None:
             planned_bytes = self.planned_peak(plan, self.workspaces)
             return self.cheapest_within(own_bytes, planned_bytes, peak_bytes)
@@ -474,7 +480,7 @@ class _Fit:
     def smaller_than(self, baseline: Measured) -> Candidate | None:
         """The smallest, None where that is the default split."""
         smallest = self.smallest()
-        return smallest if self.peak(smallest) < baseline.peak_with(self.rest) else None
+        return smallest if self.peak(smallest) < baseline.peak_with(self.others) else None
 
     def within(
         self, own_bytes: int, chosen: Candidate | None, baseline: Measured
@@ -490,9 +496,9 @@ class _Fit:
             return baseline if chosen is None else chosen.measured
 
         for between_bytes in (own_bytes - held().boundary_bytes, 0):
-            if held().peak_bytes > own_bytes and 0 <= between_bytes < self.rest.between_bytes:
-                self.rest = replace(self.rest, between_bytes=between_bytes)
-                self.answers.clear()  # they were for the other rest
+            if held().peak_bytes > own_bytes and 0 <= between_bytes < self.others.between_bytes:
+                self.others = replace(self.others, between_bytes=between_bytes)
+                self.answers.clear()  # they were for other graphs beside it
                 chosen = self.smaller_than(baseline)
         if held().peak_bytes > own_bytes:
             raise self.infeasible(own_bytes, self.smallest(), held().peak_bytes)
@@ -507,7 +513,7 @@ class _Fit:
 
     def peak(self, candidate: Candidate) -> int:
         """What counts against the budget."""
-        return candidate.measured.peak_with(self.rest)
+        return candidate.measured.peak_with(self.others)
 
     def try_plan(self, plan: Plan) -> Candidate:
         """Emit, verify and measure a plan, once."""
@@ -552,10 +558,10 @@ class _Fit:
         start = time.perf_counter()
         program = with_residuals(self.program, known)
         try:
-            plan = planner(with_rest(program, self.rest))
+            plan = planner(with_other_graphs(program, self.others))
         finally:
             self.planning_s += time.perf_counter() - start
-        plan = without_residuals(without_rest(plan, program), self.program)
+        plan = without_residuals(without_other_graphs(plan, program), self.program)
         refuse_copies(plan, "compiling")
         return tighten(self.program, plan)
 
@@ -673,7 +679,7 @@ class _Fit:
         stats = self.stats_of(plan, known)
         return GraphBytes(
             0, stats.forward_peak_bytes, stats.backward_peak_bytes, stats.boundary_bytes, 0
-        ).peak_with(self.rest)
+        ).peak_with(self.others)
 
     def stats_of(self, plan: Plan, known: Mapping[int, int]) -> PlanStats:
         """The referee's, of the program that knows the residuals."""
@@ -697,8 +703,8 @@ class _Fit:
             key=lambda s: (-s.size_bytes, s.id),
         )
         return InfeasibleBudgetError(
-            budget_bytes + self.rest.outside_bytes,
-            minimum_bytes=minimum_bytes + self.rest.outside_bytes,
+            budget_bytes + self.others.outside_bytes,
+            minimum_bytes=minimum_bytes + self.others.outside_bytes,
             operator=smallest.stats.peak_operator,
             largest=[(s.name, s.size_bytes) for s in resident[:5]],
         )
@@ -724,7 +730,7 @@ def holding(program: Program, plan: Plan) -> Plan:
     return Plan(tuple(steps), program.fingerprint, plan.planner)
 
 
-def constant_bytes(captured: Captured) -> dict[StorageKind, int]:
+def constant_bytes_by_kind(captured: Captured) -> dict[StorageKind, int]:
     """Bytes of each kind of constant, at the sizes that count here."""
     totals = dict.fromkeys((StorageKind.PARAMETER, StorageKind.INPUT, StorageKind.TANGENT), 0)
     for storage, size_bytes in zip(

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.device.workspaces import workspace_bytes
 from dtrcompile.passes.errors import VerificationError
-from dtrcompile.passes.fitting.fit import MemoryModel, RefereeModel, Terms
+from dtrcompile.passes.fitting.fit import Limits, MemoryModel, RefereeModel
 from dtrcompile.passes.fitting.measured import Measured, SizeModel
 from dtrcompile.passes.fitting.peak_formula import StepFormulas, moments_of
 from dtrcompile.passes.graphs.capture import Captured
@@ -45,7 +45,7 @@ class InductorModel(MemoryModel):
             return None
         return RefereeModel().measure(captured, None, stats)
 
-    def key_of(self, captured: Captured, planner: Planner, terms: Terms) -> str | None:
+    def key_of(self, captured: Captured, planner: Planner, limits: Limits) -> str | None:
         graphs = [g for g in (captured.forward, captured.backward) if g is not None]
         if not all(map(has_text, graphs)):
             return None
@@ -61,7 +61,7 @@ class InductorModel(MemoryModel):
             captured.least_sizes,
             present_sizes(),
             planner,
-            terms,
+            limits,
             self,
         )
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError
-from dtrcompile.passes.fitting.sharing import Rest
+from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.program.plan import Plan
 
 
@@ -24,13 +24,13 @@ class Choice:
 
     Attributes:
         plan: None where the default split was chosen.
-        rest: the other graphs of the step, as the plan sees them.
+        others: the other graphs of the step, as the plan sees them.
         speed_workspace_bytes: what one kernel may hold inside for its speed.
         peak_bytes: what counts against the budget.
     """
 
     plan: Plan | None
-    rest: Rest
+    others: OtherGraphs
     speed_workspace_bytes: int
     peak_bytes: int
 
@@ -38,7 +38,7 @@ class Choice:
         """As JSON can hold it."""
         return {
             "plan": None if self.plan is None else self.plan.to_text(),
-            "rest": asdict(self.rest),
+            "others": asdict(self.others),
             "speed_workspace_bytes": self.speed_workspace_bytes,
             "peak_bytes": self.peak_bytes,
         }
@@ -52,7 +52,7 @@ class Choice:
             text = entry["plan"]
             return Choice(
                 None if text is None else Plan.from_text(text),
-                Rest(**entry["rest"]),
+                OtherGraphs(**entry["others"]),
                 entry["speed_workspace_bytes"],
                 entry["peak_bytes"],
             )

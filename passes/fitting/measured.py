@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from dtrcompile.passes.fitting.sharing import GraphBytes, Rest
+from dtrcompile.passes.fitting.sharing import GraphBytes, OtherGraphs
 from dtrcompile.passes.inductor.schedule_trace import ScheduleTrace, split_of
 from dtrcompile.passes.program.program import Phase
 from dtrcompile.passes.program.sizes import Sizes
@@ -90,9 +90,9 @@ class Measured:
             draws=trace.draws,
         )
 
-    def peak_with(self, rest: Rest) -> int:
+    def peak_with(self, others: OtherGraphs) -> int:
         """As `GraphBytes.peak_with`."""
-        return self.graph_bytes(0, 0).peak_with(rest)
+        return self.graph_bytes(0, 0).peak_with(others)
 
     def with_backward(self, other: Measured) -> Measured:
         """What is known of forward, and backward as in ``other``."""

@@ -6,9 +6,9 @@ Their forwards run in order, their backwards in the opposite order, so while gra
 * the constants of all graphs are there, and what graphs before it saved and returned;
 * in backward also the gradients of the graphs after it, and the results that they returned;
 
-and between the forward and the backward of graph *k* the later graphs run whole.  `Rest` is all
-that graph *k* has to know of this.  A planner needs to know nothing: `with_rest` puts it into the
-program, as an operator at the boundary that needs a workspace.
+and between the forward and the backward of graph *k* the later graphs run whole.  `OtherGraphs` is
+all that graph *k* has to know of this.  A planner needs to know nothing of it: `with_other_graphs`
+puts it into the program, as an operator at the boundary that needs a workspace.
 
 `share` decides who may save how much: every graph keeps the same share of what saving buys it.
 """
@@ -22,7 +22,7 @@ from typing import TypeVar
 from dtrcompile.passes.program.plan import Compute, Plan, Step
 from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 
-REST_NAME = "rest_of_the_step"
+OTHER_GRAPHS_NAME = "rest_of_the_step"
 TANGENTS_NAME = "tangents_from_later_graphs"
 GRADIENTS_NAME = "gradients_of_later_graphs"
 # Shares that are tried, from all to nothing, before the last interval is halved, or, where the
@@ -31,7 +31,7 @@ _STEPS, _HALVINGS = 8, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class OtherGraphs:
     """The other graphs of the step, as one graph sees them.
 
     Attributes:
@@ -45,7 +45,7 @@ class Rest:
     gradient_bytes: int = 0
 
 
-ALONE = Rest()
+ALONE = OtherGraphs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,17 @@ class GraphBytes:
         """Alone."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
-    def peak_with(self, rest: Rest) -> int:
+    def peak_with(self, others: OtherGraphs) -> int:
         """The most that is held while this graph runs or waits; what is outside is left out."""
         peaks = [self.forward_peak_bytes]
         if self.backward_peak_bytes:
-            peaks.append(self.backward_peak_bytes + rest.gradient_bytes)
-        if rest.between_bytes:
-            peaks.append(self.boundary_bytes + rest.between_bytes)
+            peaks.append(self.backward_peak_bytes + others.gradient_bytes)
+        if others.between_bytes:
+            peaks.append(self.boundary_bytes + others.between_bytes)
         return max(peaks)
 
 
-def rest_of(graphs: Sequence[GraphBytes], k: int, external_bytes: int) -> Rest:
+def other_graphs_of(graphs: Sequence[GraphBytes], k: int, external_bytes: int) -> OtherGraphs:
     """What graph ``k`` of a step sees of the others.
 
     Args:
@@ -106,17 +106,19 @@ def rest_of(graphs: Sequence[GraphBytes], k: int, external_bytes: int) -> Rest:
     before = sum(g.kept_bytes for g in graphs[:k])
     # Inputs that come from an earlier graph are among its constants and in ``before`` as well.
     outside = external_bytes - graphs[k].constant_bytes + before
-    return Rest(max(outside, 0), between, later_gradients)
+    return OtherGraphs(max(outside, 0), between, later_gradients)
 
 
 def step_peak_bytes(graphs: Sequence[GraphBytes], external_bytes: int) -> int:
     """The most that the step holds."""
-    rests = [rest_of(graphs, k, external_bytes) for k in range(len(graphs))]
-    return max(r.outside_bytes + g.peak_with(r) for g, r in zip(graphs, rests, strict=True))
+    others_of_calls = [other_graphs_of(graphs, k, external_bytes) for k in range(len(graphs))]
+    return max(
+        r.outside_bytes + g.peak_with(r) for g, r in zip(graphs, others_of_calls, strict=True)
+    )
 
 
-def with_rest(program: Program, rest: Rest) -> Program:
-    """The program as a planner has to see it: with the rest of the step, less what is outside.
+def with_other_graphs(program: Program, others: OtherGraphs) -> Program:
+    """The program as a planner has to see it: with the other graphs, less what is outside of it.
 
     The later graphs are the workspace of an operator at the boundary; their gradients stay, like a
     tangent.  Gradients and tangents are among what the later graphs hold, so that the peak of the
@@ -126,23 +128,23 @@ def with_rest(program: Program, rest: Rest) -> Program:
     """
     boundary = program.boundary
     handed_on = program.handed_on
-    if boundary is None or not (rest.between_bytes or rest.gradient_bytes or handed_on):
+    if boundary is None or not (others.between_bytes or others.gradient_bytes or handed_on):
         return program
     given = tuple(t for t in program.outputs if program.tensors[t].storage in handed_on)
     received = _received(program)
-    among_later = rest.gradient_bytes + sum(
+    among_later = others.gradient_bytes + sum(
         s.size_bytes
         for s in program.storages
         if s.kind is StorageKind.TANGENT and s.id not in handed_on
     )
     later_graphs = Operator(
         boundary,
-        REST_NAME,
+        OTHER_GRAPHS_NAME,
         Phase.BACKWARD,
         tuple(dict.fromkeys(given)),
         (),
         0,
-        max(0, rest.between_bytes - among_later),
+        max(0, others.between_bytes - among_later),
         not_recomputable="the other graphs of the step run here",
     )
     inserted = [later_graphs]
@@ -157,7 +159,7 @@ def with_rest(program: Program, rest: Rest) -> Program:
         )
         inserted.append(tangents)
     gradients = Storage(
-        len(program.storages), GRADIENTS_NAME, rest.gradient_bytes, StorageKind.TANGENT
+        len(program.storages), GRADIENTS_NAME, others.gradient_bytes, StorageKind.TANGENT
     )
 
     def moved(t: Tensor) -> Tensor:
@@ -204,8 +206,8 @@ def _kept_until_read(storage: Storage) -> Storage:
     )
 
 
-def without_rest(plan: Plan, program: Program) -> Plan:
-    """The plan of `with_rest`'s program as one of ``program``."""
+def without_other_graphs(plan: Plan, program: Program) -> Plan:
+    """The plan of `with_other_graphs`'s program as one of ``program``."""
     if plan.program == program.fingerprint:
         return plan
     boundary = program.boundary

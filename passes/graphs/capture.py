@@ -31,8 +31,8 @@ from dtrcompile.passes.graphs.split import Split, owner
 from dtrcompile.passes.graphs.storage_sizes import (
     allocated_bytes,
     allocated_expression,
-    constant_bytes,
     tensor_of,
+    viewed_bytes,
 )
 from dtrcompile.passes.nodes import (
     Role,
@@ -197,7 +197,7 @@ class Captured:
             sharing.setdefault(s, []).append(node)
         return tuple(
             self.allocator.block_bytes(
-                constant_bytes(sharing[storage.id])
+                viewed_bytes(sharing[storage.id])
                 if storage.is_constant
                 else allocated_bytes(self.storage_nodes[storage.id], self.same_value)
             )
@@ -404,7 +404,7 @@ class _ProgramBuilder:
         """Add what comes from outside; it may be a view of the storage of one added before."""
         sharing = self.sharing.setdefault(storage_key(tensor_of(node)), [])
         sharing.append(node)
-        size_bytes = constant_bytes(sharing)
+        size_bytes = viewed_bytes(sharing)
         if len(sharing) == 1:
             self._add_storage(node, size_bytes, kind, None)
         else:

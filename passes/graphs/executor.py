@@ -265,7 +265,7 @@ class EagerExecutor:
             if s in self.constants:
                 if s not in constants:
                     with at_sizes(sizes):
-                        total += self.constant_bytes(node, tensor)
+                        total += self.bytes_of_constant(node, tensor)
                 constants.add(s)
                 seen.add(_identity(tensor))
         for tensor in owners.values():
@@ -280,7 +280,7 @@ class EagerExecutor:
         return total
 
     @staticmethod
-    def constant_bytes(node: fx.Node, tensor: torch.Tensor) -> int:
+    def bytes_of_constant(node: fx.Node, tensor: torch.Tensor) -> int:
         """Bytes of an input as the program counts them (several may share a storage)."""
         size_bytes = mark_of(node).size_bytes
         return extent_bytes(tensor) if size_bytes is None else size_bytes

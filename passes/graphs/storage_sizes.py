@@ -19,7 +19,7 @@ from dtrcompile.passes.nodes import (
 )
 
 
-def constant_bytes(nodes: Sequence[fx.Node]) -> int:
+def viewed_bytes(nodes: Sequence[fx.Node]) -> int:
     """Bytes of a storage from outside, of which these nodes are views."""
     first, *others = map(tensor_of, nodes)
     size_bytes = extent_bytes(first)

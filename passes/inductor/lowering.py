@@ -62,7 +62,7 @@ def lower_graph(
         wrapper = replace(wrapper, key=None if wrapper.constants else disk_key)
     with _LOCK:
         _LOWERED[key] = wrapper
-        if len(_LOWERED) > _MOST_LOWERED:
+        if len(_LOWERED) > _MAX_REMEMBERED_WRAPPERS:
             _LOWERED.popitem(last=False)
     return wrapper
 
@@ -130,7 +130,7 @@ def _without_collector() -> Iterator[None]:
 # Wrappers by what they were made from: candidates of one plan often share a forward graph, and
 # recompilations share the default split's.
 _LOWERED: OrderedDict[tuple[str, bytes], Wrapper] = OrderedDict()
-_MOST_LOWERED = 64
+_MAX_REMEMBERED_WRAPPERS = 64
 _LOCK = threading.Lock()
 
 

@@ -20,7 +20,7 @@ from dtrcompile.options import Options
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.fitting.fit import Outcome, _Fit
 from dtrcompile.passes.fitting.kept_choices import Choice, refusal_entry, refusal_of_entry
-from dtrcompile.passes.fitting.sharing import Rest
+from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.inductor import disk_cache, lowering
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
 from dtrcompile.passes.torch_private import CacheArtifactManager, functorch_config, inductor_config
@@ -204,7 +204,7 @@ def test_keys_are_the_same_in_every_process() -> None:
 
 def test_choices_as_entries() -> None:
     plan = Plan((Compute(0), Boundary(), Free(1), Compute(0)), "0123456789abcdef", "dtr")
-    for choice in (Choice(plan, Rest(1, 2, 3), 4, 5), Choice(None, Rest(), 0, 7)):
+    for choice in (Choice(plan, OtherGraphs(1, 2, 3), 4, 5), Choice(None, OtherGraphs(), 0, 7)):
         assert Choice.of_entry(json.loads(json.dumps(choice.entry()))) == choice
     assert Choice.of_entry(None) is None
     assert Choice.of_entry({"plan": "dtrcompile-plan 9"}) is None
@@ -363,7 +363,7 @@ def test_an_entry_that_promises_what_is_not_so_is_ignored(monkeypatch: pytest.Mo
         if choice is None or choice.plan is None:
             return None
         steps = choice.plan.steps[1:]
-        return Choice(Plan(steps, choice.plan.program, "dtr"), choice.rest, 0, choice.peak_bytes)
+        return Choice(Plan(steps, choice.plan.program, "dtr"), choice.others, 0, choice.peak_bytes)
 
     counted.taken()
     for wrong in (changed, broken):

@@ -18,7 +18,7 @@ from dtrcompile.passes.errors import (
     VerificationError,
 )
 from dtrcompile.passes.fitting import fit as fit_module
-from dtrcompile.passes.fitting.fit import MemoryModel, RefereeModel, Terms, fit
+from dtrcompile.passes.fitting.fit import Limits, MemoryModel, RefereeModel, fit
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.fitting.residuals import with_residuals
 from dtrcompile.passes.graphs import emit as emit_module
@@ -313,7 +313,7 @@ def test_a_plan_draws_random_numbers_in_the_compilers_order() -> None:
     captured = captured_of(Draws(), torch.randn(32, 16))
     first, *rest = [n.name for n in captured.draws.values()]
     model = DrawsLater([*rest, first])
-    terms = Terms(None)
+    terms = Limits(None)
     outcome = fit(captured, make_planner("auto"), lambda _: terms, model, always_emit=True)
     assert outcome.chosen is not None
     calls = outcome.chosen.emitted.forward.graph.nodes
@@ -610,7 +610,7 @@ def test_what_the_schedule_holds_at_an_operator_is_learned(
         return emit(captured, plan)
 
     monkeypatch.setattr(fit_module, "emit", emit_and_tell)
-    outcome = fit(captured, make_planner("auto"), lambda _: Terms(budget_bytes), model)
+    outcome = fit(captured, make_planner("auto"), lambda _: Limits(budget_bytes), model)
     assert outcome.chosen is not None
     assert outcome.measured.peak_bytes <= budget_bytes
     # The plan alone would hold less where the operator is none of the peak's.
@@ -659,7 +659,7 @@ def test_what_is_written_over_is_not_counted_twice(
         return emit(captured, plan)
 
     monkeypatch.setattr(fit_module, "emit", emit_and_tell)
-    outcome = fit(captured, make_planner("auto"), lambda _: Terms(None), model)
+    outcome = fit(captured, make_planner("auto"), lambda _: Limits(None), model)
     counted_bytes = replay(program, smallest(captured)[0])[0].peak_bytes
     if is_true:
         # Another operator is the peak then: the gradient of the weights, half as large.
@@ -686,14 +686,14 @@ class ExtraWhenOdd(RefereeModel):
 def test_a_little_less_than_the_smallest_is_refused() -> None:
     captured = captured_of(MLP(10), torch.randn(64, 16))
     planner, model = make_planner("auto"), ExtraWhenOdd()
-    smallest = fit(captured, planner, lambda _: Terms(None), model)
+    smallest = fit(captured, planner, lambda _: Limits(None), model)
     assert smallest.chosen is not None
     peak_bytes = smallest.measured.peak_bytes
-    assert fit(captured, planner, lambda _: Terms(peak_bytes), model).measured.peak_bytes <= (
+    assert fit(captured, planner, lambda _: Limits(peak_bytes), model).measured.peak_bytes <= (
         peak_bytes
     )
     with pytest.raises(InfeasibleBudgetError) as caught:
-        fit(captured, planner, lambda _: Terms(peak_bytes * 63 // 64), model)
+        fit(captured, planner, lambda _: Limits(peak_bytes * 63 // 64), model)
     assert caught.value.minimum_bytes == peak_bytes
 
 
@@ -713,4 +713,4 @@ def test_a_plan_with_copies_is_refused_wherever_it_would_be_compiled() -> None:
     with pytest.raises(UnsupportedPlanError, match="verify_emitted"):
         verify_emitted(captured, plan, timeline, emitted)
     with pytest.raises(UnsupportedPlanError, match="compiling"):
-        fit(captured, planner, lambda _: Terms(budget_bytes), RefereeModel())
+        fit(captured, planner, lambda _: Limits(budget_bytes), RefereeModel())

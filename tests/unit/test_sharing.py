@@ -12,13 +12,13 @@ from dtrcompile.passes.fitting.sharing import (
     ALONE,
     Demand,
     GraphBytes,
-    Rest,
+    OtherGraphs,
     cheapest_share,
-    rest_of,
+    other_graphs_of,
     share,
     step_peak_bytes,
-    with_rest,
-    without_rest,
+    with_other_graphs,
+    without_other_graphs,
 )
 from dtrcompile.passes.planning.planners import keep_all, make_planner, minimum_plan
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
@@ -49,12 +49,12 @@ EXTERNAL = 20
 
 def test_the_first_graph_sees_the_second_between_its_forward_and_its_backward() -> None:
     # The second's own 55 bytes above its constants; beside the first, the second's 10 constants.
-    assert rest_of([FIRST, SECOND], 0, EXTERNAL) == Rest(10, 55, 4)
+    assert other_graphs_of([FIRST, SECOND], 0, EXTERNAL) == OtherGraphs(10, 55, 4)
 
 
 def test_the_second_graph_sees_what_the_first_kept_without_counting_the_handover_twice() -> None:
     # 20 external + 25 kept by the first, less the 15 that are the second's constants.
-    assert rest_of([FIRST, SECOND], 1, EXTERNAL) == Rest(30, 0, 0)
+    assert other_graphs_of([FIRST, SECOND], 1, EXTERNAL) == OtherGraphs(30, 0, 0)
 
 
 def test_a_graph_sees_the_later_ones_above_what_those_between_keep() -> None:
@@ -68,7 +68,7 @@ def test_a_graph_sees_the_later_ones_above_what_those_between_keep() -> None:
     # The second: 70 in backward and the third's gradients, less its 15 of constants: 57.  The
     # third: 80 - 10 above the 45 - 15 that the second keeps meanwhile: 100.  30 external, of which
     # 10 are the first's own; 4 + 2 of gradients.
-    assert rest_of([FIRST, SECOND, third], 0, 30) == Rest(20, 100, 6)
+    assert other_graphs_of([FIRST, SECOND, third], 0, 30) == OtherGraphs(20, 100, 6)
 
 
 def test_the_peak_of_a_step_is_where_the_second_runs_over_what_the_first_keeps() -> None:
@@ -77,33 +77,33 @@ def test_the_peak_of_a_step_is_where_the_second_runs_over_what_the_first_keeps()
 
 
 def test_gradients_of_later_graphs_count_in_backward_only() -> None:
-    assert FIRST.peak_with(Rest(gradient_bytes=1)) == 51
+    assert FIRST.peak_with(OtherGraphs(gradient_bytes=1)) == 51
     assert FIRST.peak_with(ALONE) == 50
     forward_only = GraphBytes(10, 40, 0, 35, 0)
-    assert forward_only.peak_with(Rest(gradient_bytes=100)) == 40
+    assert forward_only.peak_with(OtherGraphs(gradient_bytes=100)) == 40
 
 
 def test_the_rest_of_the_step_stands_at_the_boundary_of_the_program() -> None:
     program = chain(6)
     plan = keep_all(program)
     _, alone = replay(program, plan)
-    rest = Rest(between_bytes=1000, gradient_bytes=7)
-    whole = with_rest(program, rest)
+    others = OtherGraphs(between_bytes=1000, gradient_bytes=7)
+    whole = with_other_graphs(program, others)
     _, stats = replay(whole, keep_all(whole))
     assert stats.forward_peak_bytes == alone.forward_peak_bytes
     held = GraphBytes(
         0, alone.forward_peak_bytes, alone.backward_peak_bytes, alone.boundary_bytes, 0
     )
     # The gradients of the later graphs are among the 1,000 bytes that these hold.
-    assert stats.peak_bytes == held.peak_with(rest) == alone.boundary_bytes + 1000
-    assert without_rest(keep_all(whole), program).steps == plan.steps
-    assert with_rest(program, ALONE) is program
+    assert stats.peak_bytes == held.peak_with(others) == alone.boundary_bytes + 1000
+    assert without_other_graphs(keep_all(whole), program).steps == plan.steps
+    assert with_other_graphs(program, ALONE) is program
 
 
 def test_gradients_of_later_graphs_are_there_in_all_of_backward() -> None:
     program = chain(6)
     _, alone = replay(program, keep_all(program))
-    whole = with_rest(program, Rest(between_bytes=8, gradient_bytes=7))
+    whole = with_other_graphs(program, OtherGraphs(between_bytes=8, gradient_bytes=7))
     _, stats = replay(whole, keep_all(whole))
     assert stats.peak_bytes == alone.backward_peak_bytes + 7 > alone.forward_peak_bytes
 
@@ -112,8 +112,8 @@ def test_a_plan_under_a_long_rest_saves_less() -> None:
     program = chain(12)
     planner = make_planner("auto")
     _, alone = replay(program, keep_all(program))
-    whole = with_rest(program, Rest(between_bytes=alone.peak_bytes))
-    plan = without_rest(minimum_plan(whole, planner), program)
+    whole = with_other_graphs(program, OtherGraphs(between_bytes=alone.peak_bytes))
+    plan = without_other_graphs(minimum_plan(whole, planner), program)
     _, stats = replay(program, plan)
     assert stats.boundary_bytes < alone.boundary_bytes
     assert stats.recomputed
@@ -121,8 +121,8 @@ def test_a_plan_under_a_long_rest_saves_less() -> None:
 
 def test_a_plan_made_under_a_rest_is_valid_alone() -> None:
     program = chain(9)
-    whole = with_rest(program, Rest(between_bytes=5))
-    steps = without_rest(keep_all(whole), program).steps
+    whole = with_other_graphs(program, OtherGraphs(between_bytes=5))
+    steps = without_other_graphs(keep_all(whole), program).steps
     assert steps.count(Boundary()) == 1
     assert {s.operator for s in steps if isinstance(s, Compute)} == set(
         range(len(program.operators))
@@ -167,10 +167,10 @@ def test_what_is_handed_on_is_freed_at_its_last_use() -> None:
 
 def test_a_planner_sees_what_is_handed_on_as_values_that_it_can_free() -> None:
     program = handing_on(graph_of_a_step(9))
-    whole = with_rest(program, Rest(between_bytes=40, gradient_bytes=2))
+    whole = with_other_graphs(program, OtherGraphs(between_bytes=40, gradient_bytes=2))
     assert not whole.handed_on
     plan = minimum_plan(whole, make_planner("auto"))
-    _, stats = replay(program, tighten(program, without_rest(plan, program)))
+    _, stats = replay(program, tighten(program, without_other_graphs(plan, program)))
     # Returned are 7 bytes; nothing is saved, as the input is there.
     assert stats.boundary_bytes == 7
     assert replay(whole, plan)[1].peak_bytes == 7 + 40
@@ -179,7 +179,7 @@ def test_a_planner_sees_what_is_handed_on_as_values_that_it_can_free() -> None:
 
 def test_what_is_handed_on_is_not_computed_again_for_the_later_graphs() -> None:
     program = handing_on(graph_of_a_step(3))
-    whole = with_rest(program, Rest(between_bytes=40))
+    whole = with_other_graphs(program, OtherGraphs(between_bytes=40))
     (made,) = (o.id for o in whole.operators if o.name == "out")
     (storage,) = (s.id for s in whole.storages if s.name == "out")
     steps = keep_all(whole).steps
@@ -192,12 +192,12 @@ def test_what_is_handed_on_is_not_computed_again_for_the_later_graphs() -> None:
 def test_tangents_come_when_the_outputs_that_nobody_holds_are_gone() -> None:
     program = handing_on(graph_of_a_step(4))
     _, alone = replay(program, tighten(program, keep_all(program)))
-    rest = Rest(between_bytes=2)  # less than the tangent's 5 bytes
-    whole = with_rest(program, rest)
+    others = OtherGraphs(between_bytes=2)  # less than the tangent's 5 bytes
+    whole = with_other_graphs(program, others)
     plan = tighten(whole, keep_all(whole))
     held = replay(whole, plan)[1]
-    assert held.peak_bytes == alone.boundary_bytes + rest.between_bytes
-    assert replay(program, without_rest(plan, program))[1].cost_ns == program.cost_ns
+    assert held.peak_bytes == alone.boundary_bytes + others.between_bytes
+    assert replay(program, without_other_graphs(plan, program))[1].cost_ns == program.cost_ns
 
 
 def test_what_is_handed_on_must_be_there_when_forward_returns() -> None:

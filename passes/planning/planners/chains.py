@@ -11,7 +11,11 @@ from itertools import accumulate
 
 from dtrcompile.passes.planning.planners.improve import Schedule
 from dtrcompile.passes.planning.planners.linearize import Linearization
-from dtrcompile.passes.planning.planners.treeverse import Stages, binomial_schedule, forward_steps
+from dtrcompile.passes.planning.planners.treeverse import (
+    ChainStages,
+    binomial_schedule,
+    forward_steps,
+)
 from dtrcompile.passes.planning.settings import (
     MAX_CHAIN_RUNS,
 )
@@ -23,7 +27,7 @@ def binomial_seed(index: ProgramIndex, budget_bytes: int) -> Schedule | None:
     line = Linearization.of(index)
     if line.forward_end < 3 or _most_crossing(line) > 1:
         return None
-    stages = Stages.of(line, tuple(line.windows(1)))
+    stages = ChainStages.of(line, tuple(line.windows(1)))
     sizes = [index.size_bytes[s] for state in stages.state for s in state]
     smallest = min((size for size in sizes if size), default=0)
     if not smallest:

@@ -117,7 +117,7 @@ class TreeversePlanner(Planner):
         if cheapest.best is None:
             line = Linearization.of(index)
             for positions in dict.fromkeys(self._cuts(line)):
-                self._search(Stages.of(line, positions), cheapest)
+                self._search(ChainStages.of(line, positions), cheapest)
         return cheapest.plan(self.name)
 
     def _cuts(self, line: Linearization) -> Iterator[tuple[int, ...]]:
@@ -132,7 +132,7 @@ class TreeversePlanner(Planner):
                     return
                 window *= 2
 
-    def _search(self, stages: Stages, cheapest: Cheapest) -> None:
+    def _search(self, stages: ChainStages, cheapest: Cheapest) -> None:
         """Offer the schedule with the most snapshots that fits, and those on the way to it."""
         if len(stages.positions) > self.most_stages:
             return
@@ -147,7 +147,7 @@ class TreeversePlanner(Planner):
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class ChainStages:
     """A line cut into stages.
 
     Attributes:
@@ -161,9 +161,9 @@ class Stages:
     state: tuple[frozenset[int], ...]
 
     @staticmethod
-    def of(line: Linearization, positions: tuple[int, ...]) -> Stages:
+    def of(line: Linearization, positions: tuple[int, ...]) -> ChainStages:
         """Cut at ``positions``."""
-        return Stages(line, positions, tuple(line.crossings(positions)))
+        return ChainStages(line, positions, tuple(line.crossings(positions)))
 
     def operators(self, stage: int) -> range:
         """Those of a stage."""
@@ -177,7 +177,7 @@ class Stages:
         return bisect_right(self.positions, self.line.made_at[storage]) - 1
 
 
-def binomial_schedule(stages: Stages, snapshots: int, most_runs: int) -> Schedule | None:
+def binomial_schedule(stages: ChainStages, snapshots: int, most_runs: int) -> Schedule | None:
     """The schedule with that many snapshots, None if it takes too many runs of operators."""
     if forward_steps(len(stages.positions), snapshots) > most_runs:
         return None
@@ -188,12 +188,12 @@ def binomial_schedule(stages: Stages, snapshots: int, most_runs: int) -> Schedul
 
 
 class _Treeverse:
-    def __init__(self, stages: Stages, snapshots: int, most_runs: int) -> None:
+    def __init__(self, stages: ChainStages, snapshots: int, most_runs: int) -> None:
         self.stages = stages
         self.snapshots = snapshots
         self.index = stages.line.index
         self.run = Rematerializer(self.index, most_runs)
-        # Stages whose state is kept, the first of them the start, which holds constants only.
+        # ChainStages whose state is kept, the first of them the start, which holds constants only.
         self.taken = [0]
         self.current = 0
 
