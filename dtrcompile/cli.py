@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"dtrcompile: {error.filename}: {error.strerror}", file=sys.stderr)
+        named = error.filename is not None and error.strerror is not None
+        message = f"{error.filename}: {error.strerror}" if named else str(error)
+        print(f"dtrcompile: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("dtrcompile: interrupted", file=sys.stderr)
@@ -118,7 +120,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _patches(arguments: argparse.Namespace) -> None:
     from dtrcompile.passes.private_names import is_there, private_names
+    from dtrcompile.passes.releases import TRY_VARIABLE
 
+    # To look at a release that nobody has tried is what this command is for.
+    os.environ.setdefault(TRY_VARIABLE, "1")
     names = private_names()
     gone = [f"{module}.{name}" for module, name in names if not is_there(module, name)]
     release = metadata.version("torch")
