@@ -10,7 +10,7 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -128,53 +128,6 @@ def without_labels(code: str) -> str:
     return re.sub(r"\s*\n\s*", "\n", code)
 
 
-@functools.cache
-def plain() -> tuple[Observed, list[str]]:
-    """Plain ``torch.compile`` from the same seed: a step, and the code."""
-    module, ids, targets = model_and_batch()
-    with generated_code() as code:
-        observed = step_of(torch.compile(module), module, ids, targets)
-    return observed, code
-
-
-# At the minimum, models that are compiled faster stand below, and `make demo-quick` trains a GPT.
-@pytest.mark.parametrize(
-    "budget", [1.0, "1TiB", "50%", pytest.param("min", marks=pytest.mark.sweep)]
-)
-def test_gradients_and_allocator_peak(budget: object) -> None:
-    """Points 1, 3 and 4, dropout included: when ample, Inductor's own output."""
-    expected, expected_code = plain()
-    torch._dynamo.reset()
-    module, ids, targets = model_and_batch()
-    compiled = compile_dtr(module, budget, compiler="inductor")
-    with generated_code() as code:
-        first = step_of(compiled, module, ids, targets)
-    assert len(code) == len(expected_code) == 2, "one forward, one backward"
-    first_gradients = {n: g.clone() for n, g in first["gradients"].items()}
-    assert relative_error(first_gradients, expected["gradients"]) <= SAME
-    assert_close(first["loss"], expected["loss"], rtol=1e-5)
-
-    check_reports(budget)
-    (report,) = dtrcompile.reports()
-    module.zero_grad(set_to_none=True)
-    torch.manual_seed(SEED + 1)
-    peak_bytes = live_peak_bytes(lambda: compiled(ids, targets).backward())
-    held_bytes = peak_bytes + static_bytes(module, ids, targets)
-    limit_bytes = report.budget_bytes or report.promised_peak_bytes
-    assert held_bytes <= limit_bytes, str(report)
-    assert held_bytes <= report.promised_peak_bytes, str(report)
-    if budget in (1.0, "1TiB"):
-        assert code == expected_code
-        assert report.recomputed_runs == 0
-        assert report.overhead == 1.0
-        # Compiled once, and the promise is what that holds.
-        assert report.lowering_s == 0
-        assert 0 <= report.promised_peak_bytes - held_bytes <= 8
-    else:
-        assert report.recomputed_runs > 0
-    assert_bitwise(gradients_of(module), first_gradients)  # the step that was measured
-
-
 class Dropped(nn.Module):
     """Small enough to be compiled several times."""
 
@@ -194,9 +147,68 @@ def dropped_and_batch() -> tuple[Dropped, torch.Tensor]:
 
 
 @functools.cache
-def plain_dropped() -> Observed:
+def plain(make: Callable[[], tuple[Any, ...]]) -> tuple[Observed, list[str]]:
+    """Plain ``torch.compile`` from the same seed: a step, and the code."""
+    torch._dynamo.reset()
+    module, *inputs = make()
+    with generated_code() as code:
+        observed = step_of(torch.compile(module), module, *inputs)
+    return observed, code
+
+
+@functools.cache
+def smallest_dropped() -> tuple[Observed, dtrcompile.CompileReport]:
+    """A step of `Dropped` at the smallest budget, compiled once for several tests."""
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
     module, x = dropped_and_batch()
-    return step_of(torch.compile(module), module, x)
+    observed = step_of(compile_dtr(module, "min", compiler="inductor"), module, x)
+    return observed, dtrcompile.reports()[-1]
+
+
+# At the minimum, models that are compiled faster stand below, and `make demo-quick` trains a GPT.
+# An amount that is ample takes the same way as the whole, so a smaller model does for it.
+@pytest.mark.parametrize(
+    ("budget", "make"),
+    [
+        (1.0, model_and_batch),
+        ("1TiB", dropped_and_batch),
+        ("50%", model_and_batch),
+        pytest.param("min", model_and_batch, marks=pytest.mark.sweep),
+    ],
+)
+def test_gradients_and_allocator_peak(budget: object, make: Callable[[], tuple[Any, ...]]) -> None:
+    """Points 1, 3 and 4, dropout included: when ample, Inductor's own output."""
+    expected, expected_code = plain(make)
+    torch._dynamo.reset()
+    module, *inputs = make()
+    compiled = compile_dtr(module, budget, compiler="inductor")
+    with generated_code() as code:
+        first = step_of(compiled, module, *inputs)
+    assert len(code) == len(expected_code) == 2, "one forward, one backward"
+    first_gradients = {n: g.clone() for n, g in first["gradients"].items()}
+    assert relative_error(first_gradients, expected["gradients"]) <= SAME
+    assert_close(first["loss"], expected["loss"], rtol=1e-5)
+
+    check_reports(budget)
+    (report,) = dtrcompile.reports()
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(SEED + 1)
+    peak_bytes = live_peak_bytes(lambda: compiled(*inputs).backward())
+    held_bytes = peak_bytes + static_bytes(module, *inputs)
+    limit_bytes = report.budget_bytes or report.promised_peak_bytes
+    assert held_bytes <= limit_bytes, str(report)
+    assert held_bytes <= report.promised_peak_bytes, str(report)
+    if budget in (1.0, "1TiB"):
+        assert code == expected_code
+        assert report.recomputed_runs == 0
+        assert report.overhead == 1.0
+        # Compiled once, and the promise is what that holds.
+        assert report.lowering_s == 0
+        assert 0 <= report.promised_peak_bytes - held_bytes <= 8
+    else:
+        assert report.recomputed_runs > 0
+    assert_bitwise(gradients_of(module), first_gradients)  # the step that was measured
 
 
 def test_the_stock_memory_budget_is_wrong_with_dropout_and_ours_is_not() -> None:
@@ -204,18 +216,15 @@ def test_the_stock_memory_budget_is_wrong_with_dropout_and_ours_is_not() -> None
 
     Should PyTorch be fixed, the first assertion fails: then drop that half and say so in the docs.
     """
-    expected = plain_dropped()["gradients"]
+    expected = plain(dropped_and_batch)[0]["gradients"]
     torch._dynamo.reset()
     module, x = dropped_and_batch()
     with functorch_config.patch(activation_memory_budget=0.1):
         stock = step_of(torch.compile(module), module, x)["gradients"]
     assert relative_error(stock, expected) > 0.1
-    torch._dynamo.reset()
-    module, x = dropped_and_batch()
-    compiled = compile_dtr(module, "min", compiler="inductor")
-    ours = step_of(compiled, module, x)["gradients"]
-    assert dtrcompile.reports()[-1].recomputed_runs > 0
-    assert relative_error(ours, expected) <= SAME
+    ours, report = smallest_dropped()
+    assert report.recomputed_runs > 0
+    assert relative_error(ours["gradients"], expected) <= SAME
 
 
 def channels_dropped_and_batch() -> tuple[nn.Module, torch.Tensor]:
@@ -247,7 +256,7 @@ def test_random_numbers_come_in_the_order_of_torch_compile() -> None:
 
 def test_retain_graph() -> None:
     """Backward twice at the smallest budget: what is saved survives the first."""
-    expected = plain_dropped()["gradients"]
+    expected = plain(dropped_and_batch)[0]["gradients"]
     torch._dynamo.reset()
     module, x = dropped_and_batch()
     compiled = compile_dtr(module, "min", compiler="inductor")
@@ -263,14 +272,9 @@ def test_retain_graph() -> None:
 
 def test_retain_graph_within_a_budget() -> None:
     """Backward that writes over what forward saved cannot keep it: said, or planned so."""
+    smallest_bytes = smallest_dropped()[1].promised_peak_bytes
     torch._dynamo.reset()
     module, x = dropped_and_batch()
-    compiled = compile_dtr(module, "min", compiler="inductor")
-    step_of(compiled, module, x)
-    smallest_bytes = dtrcompile.reports()[-1].promised_peak_bytes
-
-    torch._dynamo.reset()
-    module.zero_grad(set_to_none=True)
     compiled = compile_dtr(module, smallest_bytes, compiler="inductor")
     with pytest.raises(VerificationError, match="donated_buffer = False"):
         compiled(x).backward(retain_graph=True)
@@ -312,7 +316,7 @@ def test_scores_of_many_classes_are_in_memory_once() -> None:
 
 
 def test_a_budget_that_only_looked_ample_is_kept_or_refused() -> None:
-    expected = plain_dropped()["gradients"]
+    expected = plain(dropped_and_batch)[0]["gradients"]
     module, x = dropped_and_batch()
     torch._dynamo.reset()
     step_of(compile_dtr(module, 1.0, compiler="inductor"), module, x)
@@ -361,7 +365,7 @@ def test_an_ample_budget_for_inference_gives_the_code_of_torch_compile() -> None
 
 
 def test_an_infeasible_budget_names_a_minimum_that_works() -> None:
-    expected = plain_dropped()["gradients"]
+    expected = plain(dropped_and_batch)[0]["gradients"]
     torch._dynamo.reset()
     module, x = dropped_and_batch()
     with raises_dtr(InfeasibleBudgetError) as caught:
