@@ -83,7 +83,10 @@ class Assignment:
             return Terms(None, self.rest, is_unlimited=True)
         more_follow = self.more_follow and measured.backward_peak_bytes > 0  # else it saves nothing
         if self.is_share_of_unknown:
-            return Terms(None, more_follow=more_follow)
+            # A share of the step is no less than that of this graph, and it has to fit by itself.
+            if budget_bytes is not None:
+                budget_bytes -= self.beside.resident_bytes
+            return Terms(None, more_follow=more_follow, least_budget_bytes=budget_bytes)
         own_bytes = measured.peak_bytes - _constants(measured)
         if is_small(own_bytes, budget_bytes, self.rest.outside_bytes):
             more_follow = False

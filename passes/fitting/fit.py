@@ -235,12 +235,15 @@ class Terms:
         more_follow: graphs of unknown size run between forward and backward, so it is to save as
             little as it can.
         is_unlimited: there is no budget yet; the default split is what runs.
+        least_budget_bytes: what the budget will come to at least, where it is not known yet; None
+            where that is not known either.
     """
 
     budget_bytes: int | None
     rest: Rest = ALONE
     more_follow: bool = False
     is_unlimited: bool = False
+    least_budget_bytes: int | None = None
 
     def are_ample(self, guessed: Measured) -> bool:
         """Whether a guess is so far below the budget that the default split will fit."""
@@ -360,6 +363,8 @@ class _Fit:
             chosen = self.smaller_than(measured)
             if own_bytes is not None:
                 chosen = self.within(own_bytes, chosen, measured)
+            elif agreed.least_budget_bytes is not None:
+                chosen = self.within_if_possible(agreed.least_budget_bytes, chosen, measured)
         elif peak_bytes > own_bytes:
             planned_bytes = self.planned_peak(plan, self.workspaces)
             chosen = self.cheapest_within(own_bytes, planned_bytes, peak_bytes)
@@ -417,6 +422,17 @@ class _Fit:
         if held().peak_bytes > own_bytes:
             raise self.infeasible(own_bytes, self.smallest(), held().peak_bytes)
         return chosen
+
+    def within_if_possible(
+        self, own_bytes: int, chosen: Candidate | None, baseline: Measured
+    ) -> Candidate | None:
+        """The same, or what was chosen where nothing is small enough."""
+        rest = self.rest
+        try:
+            return self.within(own_bytes, chosen, baseline)
+        except InfeasibleBudgetError:
+            self.rest = rest
+            return chosen
 
     def peak(self, candidate: Candidate) -> int:
         """What counts against the budget."""
