@@ -387,6 +387,36 @@ def test_checkpointed_blocks_are_computed_again_by_the_code_they_ran_with(
         assert relative_error(step(), expected) <= SAME
 
 
+def test_what_is_computed_again_is_not_there_a_second_time() -> None:
+    """An output that the graph itself saved was once kept until its second run had made it again,
+    though nobody held it any more."""
+    torch.manual_seed(3)
+    modules = nn.ModuleList(
+        nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in "ab"
+    )
+    x = torch.randn(BATCH, WIDTH)
+    first, second = (compile_dtr(m, 2_000_000) for m in modules)
+    left_bytes = []
+    free = waiting.Waiting.free
+
+    def note(call: waiting.Waiting, saved: Any, arguments: waiting.Arguments) -> None:
+        free(call, saved, arguments)
+        if call.call is not None and call.call.live_outputs is not None:
+            given = {v.data_ptr() for v in arguments.values}
+            left_bytes.append(
+                sum(t.untyped_storage().nbytes() for t in saved if t.data_ptr() not in given)
+            )
+
+    with mock.patch.object(waiting.Waiting, "free", note):
+        second(first(x)).square().mean().backward()
+    assert left_bytes
+    assert not any(left_bytes)
+    found = gradients_of(modules)
+    modules.zero_grad()
+    modules[1](modules[0](x)).square().mean().backward()
+    assert relative_error(found, gradients_of(modules)) <= SAME
+
+
 def encoder_and_decoder(budget: object, **options: object) -> list[int]:
     """Live peaks of three steps of two modules that are compiled apart, with Inductor."""
     torch.manual_seed(3)
