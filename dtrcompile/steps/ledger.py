@@ -140,6 +140,21 @@ class Ledger:
         others = OtherGraphs(outside_bytes=outside + beside.resident_bytes)
         return Assignment(others=others, more_follow=more_follow, note=note, beside=beside)
 
+    def is_above_any_share(self, graph: SharedGraph) -> bool:
+        """Whether a new graph that others follow will find no room in its backward.
+
+        The share is one of a step that is not known yet, but that holds no less than this graph.
+        A plan whose outputs are held may keep them for its backward, and then does not become as
+        small as it could be when the other graphs have taken them.
+        """
+        planned, assignment = graph.planned, graph.assignment
+        if planned is None or not (assignment.is_share_of_unknown and assignment.more_follow):
+            return False
+        seen = planned.handing_on(ALL_HANDED_ON)
+        whole_bytes = assignment.beside.whole_bytes(seen.baseline.peak_bytes, seen.around_bytes)
+        budget_bytes = self.options.resolve_budget_bytes(whole_bytes, planned.available_bytes)
+        return budget_bytes is not None and seen.chosen.peak_bytes > budget_bytes
+
     def own_inputs_bytes(self, graph: SharedGraph) -> int:
         """Inputs, parameters left out, of the graph's calls that wait, which no other call has."""
         inputs = {
@@ -178,7 +193,10 @@ class Ledger:
             if any(c.is_done for c in self.calls) and not self.anything_waits():
                 self.end_step()
             self.drop_evaluations()
-        refusal = self.refusal_of(graph, self.first_assignment(more_follow, graph))
+        assignment = self.first_assignment(more_follow, graph)
+        refusal = self.refusal_of(graph, assignment)
+        if refusal is None and self.is_above_any_share(graph):
+            refusal = self.refusal_of(graph, replace(assignment, handed_on=ALL_HANDED_ON))
         if refusal is None:
             return
         has_room = self.release_saved()

@@ -51,7 +51,7 @@ class Assignment:
         holders: how many held the gradients that backward was given when that was seen.
         sizes: the values of symbolic sizes to plan for; None: those that it was traced with.
         number: which of the graph's plans this is.
-        beside: what optimizers and kept gradients hold; it is in ``rest`` too.
+        beside: what optimizers and kept gradients hold; it is in ``others`` too.
     """
 
     budget_bytes: int | None = None
@@ -85,7 +85,10 @@ class Assignment:
             return Limits(None, self.others, is_unlimited=True)
         more_follow = self.more_follow and measured.backward_peak_bytes > 0  # else it saves nothing
         if self.is_share_of_unknown:
-            return Limits(None, more_follow=more_follow)
+            # A share of the step is no less than that of this graph, and it has to fit by itself.
+            if budget_bytes is not None:
+                budget_bytes -= self.beside.resident_bytes
+            return Limits(None, more_follow=more_follow, least_budget_bytes=budget_bytes)
         own_bytes = measured.peak_bytes - _constants(measured)
         if is_small(own_bytes, budget_bytes, self.others.outside_bytes):
             more_follow = False

@@ -355,7 +355,8 @@ class TrainingStep:
             tried.add(i)
             graph, code = self.graphs[i], self.graphs[i].code
             others = self.other_graphs_of_calls(held, i, peak_bytes)
-            graph.compile_again(self.assignment(None, others, i))
+            # (A share without a number would be one of this graph's peak, not of the step's.)
+            graph.compile_again(self.assignment(enough_bytes or None, others, i))
             held[i] = self.planned(i).chosen
             if self.peak(held) >= peak_bytes:
                 graph.use(code)

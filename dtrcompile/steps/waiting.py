@@ -173,17 +173,30 @@ class Waiting:
         saved = saved_tensors(node)
         if saved is None:
             return False  # its backward has run
-        outside = _addresses(arguments.values)
-        if self.call is not None:
-            outside |= self.call.outputs.keys()
         self.is_released = True
         self._code = graph.code.function  # in case that the graph is gone by then
+        self.free(saved, arguments)
+        return True
+
+    def free(self, saved: Sequence[torch.Tensor], arguments: Arguments) -> None:
+        """Free what was saved, as far as nobody else holds it.
+
+        An output may be with the caller until its backward begins; then that has been seen.
+        """
+        held, given_up = _addresses(arguments.values), set()
+        if self.call is not None:
+            live = self.call.live_outputs
+            outputs = self.call.outputs.keys()
+            held |= outputs if live is None else {self.call.addresses[i] for i in live}
+            given_up = outputs - held
         for tensor in saved:
             storage = tensor.untyped_storage()
-            is_own = storage.data_ptr() not in outside and storage.resizable()
-            if is_own and storage_use_count(storage._cdata) <= _NOBODY_ELSE:
+            address = storage.data_ptr()
+            if address in held or not storage.resizable():
+                continue
+            # (Autograd unpacks an output that it saved as another tensor, which holds it too.)
+            if address in given_up or storage_use_count(storage._cdata) <= _NOBODY_ELSE:
                 storage.resize_(0)
-        return True
 
     def compute_again(self) -> Any:
         """The node of another call with the same arguments.
@@ -191,10 +204,12 @@ class Waiting:
         Raises:
             ChangedInputError: if one of them was written into since.
         """
-        arguments, graph = self.arguments, self.graph()
+        arguments, graph, node = self.arguments, self.graph(), self.node()
         assert arguments is not None
         if not arguments.are_unchanged():
             raise ChangedInputError
+        if node is not None:
+            self.free(saved_tensors(node) or (), arguments)
         function = self._code if graph is None else graph.code.function
         assert function is not None
         with torch.enable_grad(), arguments.drawing_again():

@@ -258,12 +258,15 @@ class Limits:
         more_follow: graphs of unknown size run between forward and backward, so it is to save as
             little as it can.
         is_unlimited: there is no budget yet; the default split is what runs.
+        least_budget_bytes: what the budget will come to at least, where it is not known yet; None
+            where that is not known either.
     """
 
     budget_bytes: int | None
     others: OtherGraphs = ALONE
     more_follow: bool = False
     is_unlimited: bool = False
+    least_budget_bytes: int | None = None
 
     def are_ample(self, guessed: Measured) -> bool:
         """Whether a guess is so far below the budget that the default split will fit."""
@@ -461,7 +464,11 @@ class _Fit:
             planned_bytes = self.planned_peak(plan, self.workspaces)
             return self.cheapest_within(own_bytes, planned_bytes, peak_bytes)
         chosen = self.smaller_than(measured)
-        return chosen if own_bytes is None else self.within(own_bytes, chosen, measured)
+        if own_bytes is not None:
+            return self.within(own_bytes, chosen, measured)
+        if agreed.least_budget_bytes is not None:
+            return self.within_if_possible(agreed.least_budget_bytes, chosen, measured)
+        return chosen
 
     def measured(self, emitted: Emitted | None, plan: Plan, stats: PlanStats) -> Measured:
         """What the memory model says of a plan's graphs, or, of None, of the default split's."""
@@ -510,6 +517,17 @@ class _Fit:
         if self._verifier is None or self._verifier.captured is not self.captured:
             self._verifier = Verifier(self.captured)
         return self._verifier
+
+    def within_if_possible(
+        self, own_bytes: int, chosen: Candidate | None, baseline: Measured
+    ) -> Candidate | None:
+        """The same, or what was chosen where nothing is small enough."""
+        others = self.others
+        try:
+            return self.within(own_bytes, chosen, baseline)
+        except InfeasibleBudgetError:
+            self.others = others
+            return chosen
 
     def peak(self, candidate: Candidate) -> int:
         """What counts against the budget."""

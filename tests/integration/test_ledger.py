@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -24,12 +25,14 @@ import dtrcompile
 from dtrcompile.backend import dtr
 from dtrcompile.compilation import eager
 from dtrcompile.passes.errors import ChangedInputError, InfeasibleBudgetError
+from dtrcompile.passes.graphs.executor import executor_log
 from dtrcompile.steps import training_step, waiting
 from dtrcompile.steps.calls import Call
 from tests.integration.scenarios import layers
 from workloads import several_graphs
 from workloads.training import (
     compile_dtr,
+    executor_checked,
     gradients_of,
     live_peak_bytes,
     raises_dtr,
@@ -387,6 +390,36 @@ def test_checkpointed_blocks_are_computed_again_by_the_code_they_ran_with(
         assert relative_error(step(), expected) <= SAME
 
 
+def test_what_is_computed_again_is_not_there_a_second_time() -> None:
+    """An output that the graph itself saved was once kept until its second run had made it again,
+    though nobody held it any more."""
+    torch.manual_seed(3)
+    modules = nn.ModuleList(
+        nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in "ab"
+    )
+    x = torch.randn(BATCH, WIDTH)
+    first, second = (compile_dtr(m, 2_000_000) for m in modules)
+    left_bytes = []
+    free = waiting.Waiting.free
+
+    def note(call: waiting.Waiting, saved: Any, arguments: waiting.Arguments) -> None:
+        free(call, saved, arguments)
+        if call.call is not None and call.call.live_outputs is not None:
+            given = {v.data_ptr() for v in arguments.values}
+            left_bytes.append(
+                sum(t.untyped_storage().nbytes() for t in saved if t.data_ptr() not in given)
+            )
+
+    with mock.patch.object(waiting.Waiting, "free", note):
+        second(first(x)).square().mean().backward()
+    assert left_bytes
+    assert not any(left_bytes)
+    found = gradients_of(modules)
+    modules.zero_grad()
+    modules[1](modules[0](x)).square().mean().backward()
+    assert relative_error(found, gradients_of(modules)) <= SAME
+
+
 def encoder_and_decoder(budget: object, **options: object) -> list[int]:
     """Live peaks of three steps of two modules that are compiled apart, with Inductor."""
     torch.manual_seed(3)
@@ -532,6 +565,67 @@ def test_a_language_model_of_transformers_keeps_its_budget_and_uses_it() -> None
     assert max(seen.peaks) <= budget
     assert 0 <= seen.promised_bytes - seen.peaks[-1] <= 0.02 * max(plain.peaks)
     assert relative_error(seen.gradients, plain.gradients) <= SAME
+
+
+def train_gpt2(budget: object) -> tuple[list[int], int, Any]:
+    """Three steps of the GPT-2 of transformers as it is, on the executor that counts bytes.
+
+    Returns:
+        What each step held, what is promised for the last, and the module.
+    """
+    transformers = pytest.importorskip("transformers")
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=16,
+        n_head=2,
+        vocab_size=64,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    module = transformers.GPT2LMHeadModel(config).train()
+    tokens = torch.randint(64, (8, 16))
+    called = module if budget is None else compile_dtr(module, budget)
+    held = []
+    for _ in range(3):
+        module.zero_grad(set_to_none=True)
+        with contextlib.nullcontext() if budget is None else executor_checked():
+            called(input_ids=tokens, labels=tokens).loss.backward()
+            held.append(max((b for r in executor_log() for b in r.counted_bytes), default=0))
+    latest = {report.graph: report for report in dtrcompile.reports()}.values()
+    assert budget is None or len(latest) == 2  # a warning that it logs ends a graph
+    return held, max((report.step_bytes for report in latest), default=0), module
+
+
+@pytest.mark.slow
+def test_gpt2_of_transformers_holds_what_is_promised_and_names_its_minimum() -> None:
+    """A share that cannot be met once named what the first step had run with, or what running it
+    twice would take; one that can be met was refused in the first step."""
+    _, _, plain = train_gpt2(None)
+    expected = gradients_of(plain)
+    (*_, least_bytes), _, _ = train_gpt2("min")
+    (*_, whole_bytes), _, _ = train_gpt2("100%")
+    for budget in (whole_bytes * 60 // 100, whole_bytes // 2, "52%"):
+        held, promised_bytes, module = train_gpt2(budget)
+        # What a share is a share of is known when the first step is over.
+        budget_bytes = dtrcompile.reports()[-1].budget_bytes
+        assert budget_bytes is not None
+        assert max(held if isinstance(budget, int) else held[1:]) <= budget_bytes
+        assert 0 <= promised_bytes - held[-1] <= 0.02 * whole_bytes
+        assert held[1:] == [held[-1]] * 2
+        assert relative_error(gradients_of(module), expected) <= SAME
+    for budget in ("50%", whole_bytes * 40 // 100):
+        with raises_dtr(InfeasibleBudgetError) as refused:
+            train_gpt2(budget)
+        minimum = refused[0].minimum_bytes
+        assert isinstance(refused[0], InfeasibleBudgetError) and minimum is not None
+        assert abs(minimum - least_bytes) <= 0.05 * least_bytes
 
 
 def test_a_share_that_one_graph_cannot_keep_may_be_meant_for_more() -> None:
