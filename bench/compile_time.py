@@ -1,0 +1,148 @@
+"""How long does the first step take, with empty caches and in the next process?
+
+Each model trains one step in a process of its own: with plain ``torch.compile``, and with
+``backend="dtr"`` at some budgets; first with an empty cache folder, then, in a second process, with
+the folder that the first left.  The table has the seconds of the first step, the part of them that
+was planning and counting schedules, by the report, and the ratio to plain ``torch.compile`` with
+the same caches.
+
+    python -m bench.compile_time --models mixture,vit --out rows.jsonl
+    python -m bench.compile_time --quick
+
+A ratio means something only on a machine that does nothing else.  Exits with 1 if a second process
+planned anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dtrcompile
+from bench.measure import format_table, machine, say, write_json_line
+from bench.zoo import SCALES, ZOO
+from dtrcompile.passes.errors import InfeasibleBudgetError, wrapped_error
+
+PLAIN = "plain"
+BUDGETS = ("50%", "min")
+QUICK_MODELS, QUICK_BUDGETS = ("mixture",), ("min",)
+
+
+def first_step(name: str, scale: str, budget: str) -> dict[str, Any]:
+    """Train one step in this process, and say how long it took."""
+    module, inputs = ZOO[name].build(scale)
+    keywords: dict[str, Any] = {}
+    if budget != PLAIN:
+        keywords = {"backend": "dtr", "options": {"budget": budget}}
+    compiled = torch.compile(module, **keywords)
+    found: dict[str, Any] = {"refused_bytes": None, "planning_s": 0.0, "lowering_s": 0.0}
+    start = time.perf_counter()
+    try:
+        compiled(*inputs).backward()
+    except Exception as error:
+        refusal = wrapped_error(error)
+        if not isinstance(refusal, InfeasibleBudgetError):
+            raise
+        found["refused_bytes"] = refusal.minimum_bytes
+    found["first_step_s"] = time.perf_counter() - start
+    reports = dtrcompile.reports()
+    if reports:
+        found["planning_s"] = sum(r.planning_s for r in reports)
+        found["lowering_s"] = sum(r.lowering_s for r in reports)
+        found["promised_bytes"] = max(r.promised_peak_bytes for r in reports)
+        found["is_plan_from_disk"] = all(r.is_plan_from_disk for r in reports)
+    return found
+
+
+def in_a_process(name: str, scale: str, budget: str, cache: Path) -> dict[str, Any]:
+    """`first_step` in a process of its own, with its caches in a folder."""
+    command = [sys.executable, "-m", "bench.compile_time", "--worker", name, scale, budget]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} at {budget} failed:\n{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(name: str, scale: str, budgets: Sequence[str]) -> list[dict[str, Any]]:
+    """Both processes of each way to compile a model."""
+    rows = []
+    for budget in (PLAIN, *budgets):
+        with tempfile.TemporaryDirectory() as cache:
+            for process in (1, 2):
+                found = in_a_process(name, scale, budget, Path(cache))
+                say(f"{name} {budget}, process {process}: {found['first_step_s']:.1f} s")
+                rows.append({"model": name, "budget": budget, "process": process, **found})
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--models", help="comma-separated; default: all of the zoo")
+    parser.add_argument(
+        "--budgets", help=f"comma-separated; default: {','.join(BUDGETS)}".replace("%", "%%")
+    )
+    parser.add_argument("--scale", choices=SCALES, default="quick")
+    parser.add_argument("--quick", action="store_true", help="one model at one budget")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.worker:
+        print(json.dumps(first_step(*args.worker)))
+        return 0
+    models = args.models.split(",") if args.models else list(QUICK_MODELS if args.quick else ZOO)
+    budgets = args.budgets.split(",") if args.budgets else QUICK_BUDGETS if args.quick else BUDGETS
+    table, bad = [], []
+    for name in models:
+        if not ZOO[name].is_there:
+            say(f"{name}: skipped, {ZOO[name].needs} is not installed")
+            continue
+        rows = measure(name, args.scale, budgets)
+        plain = {row["process"]: row["first_step_s"] for row in rows if row["budget"] == PLAIN}
+        for row in rows:
+            ratio = row["first_step_s"] / plain[row["process"]]
+            write_json_line(
+                args.out,
+                {
+                    "bench": "compile_time",
+                    "scale": args.scale,
+                    **row,
+                    "ratio": ratio,
+                    "machine": machine(torch.device("cpu")),
+                },
+            )
+            is_refused = row["refused_bytes"] is not None
+            table.append(
+                (
+                    name,
+                    row["budget"],
+                    str(row["process"]),
+                    f"{row['first_step_s']:.1f}",
+                    f"{row['planning_s']:.1f}",
+                    f"{row['lowering_s']:.1f}",
+                    "refused" if is_refused else f"{ratio:.2f}",
+                )
+            )
+            planned_again = row["budget"] != PLAIN and not row.get("is_plan_from_disk")
+            if row["process"] == 2 and planned_again and not is_refused:
+                bad.append(f"{name} at {row['budget']}: the second process planned anew")
+    header = ("model", "budget", "process", "first step s", "planning s", "lowering s", "ratio")
+    print(format_table(header, table))
+    print("\n".join(bad))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
