@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dtrcompile.family import Family
+from dtrcompile.steps.family import Family
 
 BASELINE_NS = 1000
 
