@@ -30,7 +30,6 @@ from bench.measure import (
     format_table,
     interleaved_s,
     machine,
-    relative_error,
     say,
     step_peak_bytes,
     use_kernel_cache,
@@ -40,6 +39,7 @@ from dtrcompile.backend import dtr
 from dtrcompile.passes.errors import format_bytes
 from dtrcompile.passes.torch_private import GraphLowering, inductor_config
 from workloads.models import MODELS
+from workloads.training import relative_error
 
 TOLERANCE = 1e-6
 SEED = 1234

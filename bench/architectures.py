@@ -50,7 +50,6 @@ from bench.measure import (
     cause_of,
     format_table,
     machine,
-    relative_error,
     say,
     use_kernel_cache,
     write_json_line,
@@ -59,6 +58,7 @@ from dtrcompile.backend import dtr
 from dtrcompile.demo.memory import static_bytes, trace_step
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
+from workloads.training import relative_error
 
 BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS = 16, 16, 29, 16, 2, 2
 PIXELS, SAMPLES, CLASSES = 32, 480, 3

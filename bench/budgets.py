@@ -42,7 +42,6 @@ from bench.measure import (
     format_table,
     interleaved_s,
     machine,
-    relative_error,
     say,
     step_peak_bytes,
     use_kernel_cache,
@@ -53,6 +52,7 @@ from dtrcompile.demo.memory import static_bytes
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 from workloads.models import MODELS
+from workloads.training import relative_error
 
 # Allowed relative error of the gradient under Inductor, from rounding that fusion changes.
 GRADIENT_TOLERANCE = 1e-5

@@ -39,7 +39,6 @@ from bench.measure import (
     cause_of,
     format_table,
     machine,
-    relative_error,
     say,
     use_kernel_cache,
     write_json_line,
@@ -48,6 +47,7 @@ from dtrcompile.backend import dtr
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.steps.shared_graph import SharedGraph
 from workloads.changing_sizes import MODELS, Model, held_bytes, unbudgeted_bytes
+from workloads.training import relative_error
 
 CALLS, QUICK_CALLS = 20, 5
 TOLERANCE = 1e-4

@@ -27,7 +27,6 @@ from bench.measure import (
     cause_of,
     format_table,
     machine,
-    relative_error,
     say,
     step_peak_bytes,
     use_kernel_cache,
@@ -37,6 +36,7 @@ from dtrcompile.backend import dtr
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.torch_private import functorch_config
 from workloads.models import MODELS
+from workloads.training import relative_error
 
 TOLERANCE = 1e-5
 SEED = 1234

@@ -8,7 +8,6 @@ the step began (saved activations, temporaries, outputs, gradients).
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import statistics
@@ -80,32 +79,6 @@ def step_peak_bytes(trainee: Trainee, seed: int = 0) -> int:
     trainee.module.zero_grad(set_to_none=True)
     before_bytes = static_bytes(trainee.module, *trainee.inputs)
     return trace_step(lambda: trainee.step(seed), before_bytes, trainee.device).peak_bytes
-
-
-def relative_error(
-    given: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]
-) -> float:
-    """||given - reference|| / ||reference||, all tensors as one vector; 0.0 means bitwise equal.
-
-    A gradient that is None on one side only, or a value that is not finite on one side only, makes
-    it infinite.
-    """
-    difference = norm = 0.0
-    for name in reference.keys() | given.keys():
-        a, b = given.get(name), reference.get(name)
-        if a is None or b is None:
-            if a is not b:
-                return math.inf
-            continue
-        if torch.equal(a, b):
-            norm += float(b.double().square().sum())
-            continue
-        difference += float((a.double() - b.double()).square().sum())
-        norm += float(b.double().square().sum())
-    if difference == 0.0:
-        return 0.0
-    error = math.sqrt(difference / norm) if norm else math.inf
-    return math.inf if math.isnan(error) else error
 
 
 def interleaved_s(

@@ -55,7 +55,6 @@ from bench.measure import (
     format_table,
     interleaved_s,
     machine,
-    relative_error,
     say,
     use_kernel_cache,
     write_json_line,
@@ -68,6 +67,7 @@ from dtrcompile.demo.memory import static_bytes, trace_step
 from dtrcompile.options import Budget, BudgetKind
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, format_bytes
 from dtrcompile.passes.torch_private import compile_fx, fresh_cache, functorch_config
+from workloads.training import relative_error
 
 METHODS = ("eager", "compile", "memory_budget", "blocks", "selective", "dtr")
 SHARES = tuple(f"{tenth / 10}" for tenth in range(9, -1, -1))

@@ -29,7 +29,6 @@ from bench.measure import (
     cause_of,
     format_table,
     machine,
-    relative_error,
     say,
     use_kernel_cache,
     write_json_line,
@@ -37,6 +36,7 @@ from bench.measure import (
 from dtrcompile.backend import dtr
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from workloads.several_graphs import FORMS, train
+from workloads.training import relative_error
 
 TOLERANCE = 1e-5
 # Parts of the unbudgeted peak, and of the smallest.

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import bench.rivals as rivals
-from bench.measure import Trainee, relative_error
+from bench.measure import Trainee
 from bench.rivals_rows import Row, draw, summarize, table
 from bench.zoo import SCALES, ZOO
 from dtrcompile.passes.errors import InfeasibleBudgetError
+from workloads.training import relative_error
 
 
 def made_up_rows() -> list[Row]:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from dtrcompile.steps.family import Family
 
 BASELINE_NS = 1000
