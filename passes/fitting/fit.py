@@ -513,10 +513,14 @@ class _Fit:
 
     @property
     def verifier(self) -> Verifier:
-        """Of the graphs that are planned; they are captured again at most once."""
-        if self._verifier is None or self._verifier.captured is not self.captured:
-            self._verifier = Verifier(self.captured)
-        return self._verifier
+        """Of the graphs that are planned; they are captured again at most once.
+
+        Looking at a schedule may settle symbolic sizes, and values then have other numbers.
+        """
+        known = self._verifier
+        if known is None or known.captured is not self.captured or self.captured.symbols:
+            known = self._verifier = Verifier(self.captured)
+        return known
 
     def within_if_possible(
         self, own_bytes: int, chosen: Candidate | None, baseline: Measured

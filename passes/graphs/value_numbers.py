@@ -206,7 +206,8 @@ class _Walk:
                 return "object", id(argument)
 
     def _read(self, node: fx.Node, is_place: bool) -> Hashable:
-        settled = settled_number(node)
+        # (One that forward settled may be handed to backward, or stand there as the number itself.)
+        settled = settled_number(self.split.same_value.get(node, node))
         if settled is not None:
             return self.key(settled)
         number = self.found.number[node]
