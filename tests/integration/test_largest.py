@@ -52,11 +52,11 @@ def _trains(model: nn.Module, inputs: tuple[Tensor, ...], budget: int) -> bool:
     ("make", "budget"),
     [
         (_gpt, 300_000),
-        (_gpt, 500_000),
+        pytest.param(_gpt, 500_000, marks=pytest.mark.sweep),
         (_convolutions, 200_000),
-        (_convolutions, 450_000),
+        pytest.param(_convolutions, 450_000, marks=pytest.mark.sweep),
         (_perceptron, 60_000),
-        (_perceptron, 150_000),
+        pytest.param(_perceptron, 150_000, marks=pytest.mark.sweep),
     ],
 )
 def test_the_next_size_is_refused(
