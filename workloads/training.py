@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 import dtrcompile
+from dtrcompile.demo.memory import static_bytes as static_bytes
+from dtrcompile.demo.memory import trace_step
 from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, wrapped_error
 
 Compile = Callable[[Any], Any]
@@ -284,32 +286,8 @@ def state_of(module: nn.Module) -> Observed:
 
 def live_peak_bytes(step: Callable[[], Any]) -> int:
     """The most bytes that the CPU allocator held during ``step``, above what it held before."""
-    from torch.profiler import ProfilerActivity, profile
-
     # What is dead but not yet collected would be freed during the step, which would look lower.
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = step()
-    # ``result`` is alive until here: what the step returned counts as held.
-    del result
-    events = [
-        (event.start_ns(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    live = peak = 0
-    for _, nbytes in sorted(events, key=lambda event: event[0]):
-        live += nbytes
-        peak = max(peak, live)
-    return peak
-
-
-def static_bytes(*objects: nn.Module | torch.Tensor) -> int:
-    """Bytes of the distinct storages of parameters, buffers and input tensors."""
-    sizes: dict[int, int] = {}
-    for item in objects:
-        tensors = [*item.parameters(), *item.buffers()] if isinstance(item, nn.Module) else [item]
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+    returned: list[Any] = []  # what the step returns counts as held
+    traced = trace_step(lambda: returned.append(step()), 0, torch.device("cpu"))
+    return traced.peak_bytes

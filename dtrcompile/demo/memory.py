@@ -63,12 +63,20 @@ def trace_step(step: Callable[[], object], static_bytes: int, device: torch.devi
     return LiveMemory(tuple(at_s), tuple(live), peak_bytes)
 
 
-def static_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:
-    """Bytes of the parameters, buffers and inputs, each storage once; on CUDA, of their blocks."""
-    tensors = [*model.parameters(), *model.buffers(), *inputs]
+def static_bytes(*objects: nn.Module | torch.Tensor) -> int:
+    """Bytes of parameters, buffers and inputs, each storage once; on CUDA, of their blocks."""
+    tensors = [
+        tensor
+        for item in objects
+        for tensor in ([item] if isinstance(item, torch.Tensor) else _tensors_of(item))
+    ]
     blocks = _cuda_blocks() if any(tensor.is_cuda for tensor in tensors) else {}
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({s.data_ptr(): blocks.get(s.data_ptr(), s.nbytes()) for s in storages}.values())
+
+
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _cuda_blocks() -> dict[int, int]:

@@ -395,7 +395,7 @@ class _Fit:
         """What an earlier process chose for the same question, else what is chosen now.
 
         Raises:
-            InfeasibleBudgetError: if no plan keeps to the terms.
+            InfeasibleBudgetError: if no plan keeps to the limits.
         """
         is_question = not agreed.is_unlimited and (
             agreed.more_follow or own_bytes is None or measured.peak_with(self.others) > own_bytes
@@ -445,7 +445,7 @@ class _Fit:
     def chosen_for(
         self, agreed: Limits, own_bytes: int | None, measured: Measured, plan: Plan
     ) -> Candidate | None:
-        """What keeps to the terms; None: the default split.
+        """What keeps to the limits; None: the default split.
 
         Args:
             own_bytes: the budget without what is outside; None for the smallest.
