@@ -6,6 +6,7 @@ without it.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -84,12 +85,30 @@ def skip_what_needs_a_gpu(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
+    leave_modules_to_themselves()
     _seed()
     yield
     dtrcompile.reset_defaults()
     dtrcompile.clear_reports()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+
+
+_MANY_MODULES = 20
+_seen_modules = 0
+
+
+def leave_modules_to_themselves() -> None:
+    """Have Python's cycle collector look no more at what modules hold that were imported by now.
+
+    That is nearly all that there is, and the first steps of every model collect garbage: a third of
+    the tests' time would pass with looking at it again and again.
+    """
+    global _seen_modules
+    if len(sys.modules) >= _seen_modules + _MANY_MODULES:
+        _seen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def _seed() -> None:

@@ -27,7 +27,8 @@ GATHERED = "FSDP's buffer for gathered parameters"
 REDUCED = "FSDP's buffer for gradients to reduce"
 COPIED = "gradients that FSDP reduces"
 
-# Imported by whoever shards; where nobody did, there is nothing to look for.
+# Imported by whoever shards, and by some who do not (accelerate); a group of processes is there
+# where somebody does.  Looking for shards takes a look at every object that Python tracks.
 _MODULE, _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup"
 
 
@@ -70,7 +71,7 @@ def communication_bytes(
     """
     found: dict[str, int] = {}
     group_type = getattr(sys.modules.get(_MODULE), _GROUP, None)
-    if group_type is None:
+    if group_type is None or not (dist.is_available() and dist.is_initialized()):
         return found
     for group in gc.get_objects():
         if type(group) is not group_type or group.device.type != device.type:
