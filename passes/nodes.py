@@ -17,7 +17,12 @@ from torch import fx
 from dtrcompile.passes.declared import declaration
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.program.sizes import present_sizes
-from dtrcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOverload
+from dtrcompile.passes.torch_private import (
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+)
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -408,7 +413,10 @@ def _is_declared_pure(target: OpOverload) -> bool:
 
 
 def is_custom(target: object) -> bool:
-    """Whether an operator is not one of PyTorch's."""
+    """Whether an operator, or one overload of it, is not one of PyTorch's."""
+    if isinstance(target, OpOverloadPacket):
+        namespace = target._qualified_op_name.partition("::")[0]
+        return namespace not in _OWN_NAMESPACES
     return isinstance(target, OpOverload) and target.namespace not in _OWN_NAMESPACES
 
 

@@ -45,6 +45,7 @@ from torch._C import _get_mkldnn_enabled as mkldnn_enabled
 from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
 
 # --- capture and emission ---------------------------------------------------------------------
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
@@ -55,7 +56,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch._aot_autograd.graph_compile import collect_fw_donated_buffer_idxs
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
 from torch.fx.experimental.symbolic_shapes import (

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from dtrcompile.compilation.kept_code import KeptCode
 from dtrcompile.compilation.planning import plan_inference, plan_step
 from dtrcompile.compilation.session import CURRENT, Session, SessionState
 from dtrcompile.compilation.settings import inductor_patches
@@ -25,10 +28,13 @@ from dtrcompile.passes.fitting.settings import AMPLE
 from dtrcompile.passes.graphs.emit import lower_frees
 from dtrcompile.passes.graphs.recompute_tags import tag_scopes
 from dtrcompile.passes.inductor import LoweredStep, Wrapper, trace
+from dtrcompile.passes.inductor.loaded_code import noting_code
+from dtrcompile.passes.inductor.lowering import marks_text
 from dtrcompile.passes.inductor.patches import Purpose, applied
 from dtrcompile.passes.inductor.step import is_planned, planned_config
 from dtrcompile.passes.program.sizes import at_sizes
 from dtrcompile.passes.torch_private import (
+    BypassAOTAutogradCache,
     CompiledFxGraph,
     CustomPartitionerFn,
     compile_fx,
@@ -47,7 +53,7 @@ log = logging.getLogger("dtrcompile")
 class DTRPartitioner(CustomPartitionerFn):
     """The hook: Inductor's joint graph in, forward and backward graphs out.
 
-    Stateless and picklable, because Inductor makes it part of its cache keys.
+    Picklable, because PyTorch's caches make its `uuid` part of their keys.
     """
 
     def __init__(self, options: Options) -> None:
@@ -60,6 +66,7 @@ class DTRPartitioner(CustomPartitionerFn):
         tag_scopes(gm)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         session = CURRENT.get() or Session(self.options, next_graph_index(), Assignment())
+        session.is_compiled_here = True
         outcome = plan_step(
             session,
             forward,
@@ -76,25 +83,63 @@ class DTRPartitioner(CustomPartitionerFn):
         return emitted.forward, emitted.backward
 
     def uuid(self) -> object:
-        """Covers the package's source, every option, the devices there are and their allocator."""
+        """Covers the package's source, every option, the devices there are and their allocator.
+
+        And what the question depends on that is asked: AOTAutograd's cache asks before anything is
+        planned, so all that a plan depends on (`KeptCode.key`), Inductor's for graphs that are
+        planned, so the plan's marks on their nodes, which are not in their text.
+
+        Raises:
+            BypassAOTAutogradCache: if AOTAutograd's cache asks and is not to be used.  Its setting
+                alone does not switch it off where ``TORCHINDUCTOR_AUTOGRAD_CACHE`` is 1.
+        """
+        asked_for = _ASKED_FOR.get()
+        if asked_for is None:
+            raise BypassAOTAutogradCache("plans and reports are not kept of this graph")
         devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         allocator = allocator_of(torch.device("cuda")) if devices else EXACT
-        return (package_hash(), self.options.cache_key(), tuple(devices), repr(allocator))
+        return (
+            package_hash(),
+            self.options.cache_key(),
+            tuple(devices),
+            repr(allocator),
+            asked_for,
+        )
 
 
 def compile_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with Inductor, which asks `DTRPartitioner` for its graphs."""
+    start = time.perf_counter()
     options = session.options
+    session.kept = kept = KeptCode.of(
+        gm,
+        example_inputs,
+        options,
+        session.assignment,
+        session.step_peak,
+        may_estimate=session.may_estimate,
+    )
+    if kept is not None and kept.refusal is not None:
+        session.know_around(kept.around_bytes)
+        raise kept.refusal
+    if kept is not None and kept.was_too_large:
+        session.state = SessionState.TOO_LARGE
+        return _not_compiled
     patches = inductor_patches(options)
     patches["custom_partitioner_fn"] = DTRPartitioner(options)
+    # AOTAutograd's cache skips the partitioner, and with it the plan and its report, so it may be
+    # asked only where these are kept as well.
+    is_asked = kept is not None and not kept.is_useless and session.may_load
     token = CURRENT.set(session)
     try:
-        # AOTAutograd's own cache would skip the partitioner, and with it the plan and its report;
-        # Inductor's code cache stays on.
-        with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(  # type: ignore[no-any-return]
+        with (
+            functorch_config.patch(enable_autograd_cache=is_asked),
+            _asking_for(kept.key if kept is not None and is_asked else None),
+            noting_code() as sources,
+        ):
+            function = compile_fx(
                 gm,
                 example_inputs,
                 inner_compile=functools.partial(_inner_compile, session),
@@ -102,17 +147,39 @@ def compile_inductor(
             )
     finally:
         CURRENT.reset(token)
+    if is_asked and not session.is_compiled_here:
+        session.take_up(sources, start)
+    return function  # type: ignore[no-any-return]
+
+
+def _not_compiled(*_args: Any) -> Any:
+    raise AssertionError("this was to be compiled anew")
+
+
+# What PyTorch's caches are asked for at present: see `DTRPartitioner.uuid`.
+_ASKED_FOR: ContextVar[str | None] = ContextVar("dtrcompile_asked_for", default="")
+
+
+@contextlib.contextmanager
+def _asking_for(identity: str | None) -> Iterator[None]:
+    token = _ASKED_FOR.set(identity)
+    try:
+        yield
+    finally:
+        _ASKED_FOR.reset(token)
 
 
 def _inner_compile(
     session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
 ) -> Any:
     """Stands in for Inductor's ``compile_fx_inner``: plans inference graphs, keeps plans' order."""
+    session.is_compiled_here = True
     if kwargs.get("is_inference", False):
         gm = plan_inference(session, gm)
         lower_frees(gm)
     as_planned = planned_config() if is_planned(gm) else contextlib.nullcontext()
-    with applied(Purpose.EVERY_COMPILATION), as_planned:
+    marks = marks_text(gm) if is_planned(gm) else ""
+    with applied(Purpose.EVERY_COMPILATION), as_planned, _asking_for(marks):
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
     is_backward = bool(kwargs.get("is_backward", False))
     if not session.options.verify:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import fx
 
 from dtrcompile.compilation.probing import ProbedPlan, is_probing
-from dtrcompile.compilation.session import Session, device_of_graph
-from dtrcompile.outside.surroundings import SurroundingBytes
+from dtrcompile.compilation.session import Session, available_bytes, device_of_graph
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.costs import make_cost_model
 from dtrcompile.passes.errors import InfeasibleBudgetError
@@ -18,7 +16,6 @@ from dtrcompile.passes.fitting.fit import (
     MemoryModel,
     Outcome,
     RefereeModel,
-    constant_bytes_by_kind,
     fit,
 )
 from dtrcompile.passes.fitting.inductor_model import InductorModel
@@ -26,7 +23,6 @@ from dtrcompile.passes.graphs.capture import Captured, capture
 from dtrcompile.passes.graphs.modules import output_arguments
 from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.planning.planners import make_planner
-from dtrcompile.passes.program.program import StorageKind
 from dtrcompile.passes.program.sizes import at_sizes
 from dtrcompile.passes.torch_private import TracingContext
 from dtrcompile.steps.planned import around_bytes
@@ -98,17 +94,41 @@ def _plan_at_sizes(
     )
     captured = captured.handing_on(session.assignment.handed_on)
     session.capture_s = time.perf_counter() - start
-    planner = make_planner(options.planner, **options.planner_options())
-    model: MemoryModel = (
-        InductorModel(is_checked_later=session.may_estimate) if is_inductor else RefereeModel()
+    session.available_bytes = available_bytes(
+        captured.program, device_of(captured), session.assignment.beside
     )
-    session.available_bytes = _available_bytes(captured, session.assignment.beside)
     if backward is not None:
         session.around_bytes = around_bytes(captured.program)
     try:
-        outcome = fit(
+        outcome = _fitted(session, captured)
+        session.has_planned(outcome)
+    except InfeasibleBudgetError as refusal:
+        if session.kept is not None:
+            session.kept.write_refusal(refusal, session.around_bytes)
+        raise
+    if is_probing():
+        raise ProbedPlan(outcome)
+    if not outcome.is_guess:
+        session.note_baseline(outcome.baseline_measured)
+        session.report()
+    return outcome
+
+
+def _fitted(session: Session, captured: Captured) -> Outcome:
+    """The cheapest graphs that keep to the session's limits.
+
+    Raises:
+        InfeasibleBudgetError: if there are none.
+    """
+    options = session.options
+    is_inductor = options.compiler == "inductor"
+    model: MemoryModel = (
+        InductorModel(is_checked_later=session.may_estimate) if is_inductor else RefereeModel()
+    )
+    try:
+        return fit(
             captured,
-            planner,
+            make_planner(options.planner, **options.planner_options()),
             session.limits,
             model,
             is_whole_peak=options.is_whole_peak,
@@ -118,22 +138,3 @@ def _plan_at_sizes(
         if refusal.minimum_bytes is not None:  # of the two minima, the larger one
             session.check_optimizer_step(refusal.minimum_bytes)
         raise
-    session.has_planned(outcome)
-    if is_probing():
-        raise ProbedPlan(outcome)
-    if not outcome.is_guess:
-        session.note_baseline(outcome.baseline_measured)
-        session.report()
-    return outcome
-
-
-def _available_bytes(captured: Captured, beside: SurroundingBytes) -> int | None:
-    """What ``"auto"`` may take: free memory, this process's cache, and what the graphs hold."""
-    device = device_of(captured)
-    if device.type != "cuda":
-        return None
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    totals = constant_bytes_by_kind(captured)
-    held_bytes = totals[StorageKind.PARAMETER] + totals[StorageKind.INPUT]
-    return int(free_bytes + cached_bytes + held_bytes + beside.present_bytes)

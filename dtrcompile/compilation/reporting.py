@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import fx
-
 from dtrcompile import artifacts
 from dtrcompile.options import Options
-from dtrcompile.passes.device.workspaces import unknown_workspaces
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.fitting.inductor_model import ScheduleSizeModel
 from dtrcompile.passes.fitting.measured import Measured
-from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.inductor import schedule_trace, trace
 from dtrcompile.passes.program import io
 from dtrcompile.passes.program.sizes import at_sizes
 from dtrcompile.report import CompileReport, add_report, reports
 from dtrcompile.steps.planned import Assignment
+from dtrcompile.steps.summary import Summary
 
 _UNSPLIT = (
     "above 1 MiB, blocks may be up to 1 MiB larger than tensors, and each counts as that; with"
@@ -30,69 +26,64 @@ def add_compile_report(
     graph: int,
     options: Options,
     assignment: Assignment,
-    outcome: Outcome,
+    summary: Summary,
     *,
-    device: torch.device,
-    capture_s: float,
     around_bytes: int,
     verification: str,
     waits_for_step: bool,
     graph_break: str,
     is_logged: bool = True,
 ) -> None:
-    """Add the report of one plan of a graph, in place of an earlier one, and leave its artifacts.
+    """Add the report of one plan of a graph, in place of an earlier one.
 
     Args:
         graph: its index.
-        device: that the graph computes on.
-        capture_s: seconds spent on the capture.
         around_bytes: of a training step, constants and results; 0 for inference.
         verification: whether the compiled code was held to the promise, as text.
         waits_for_step: the budget is a share of a training step that has not been seen yet.
         graph_break: the message about the graph break that the graph ends in; empty for none.
     """
     beside, others = assignment.beside, assignment.others
-    captured, chosen = outcome.captured, outcome.chosen
-    plan, _, stats = outcome.baseline
-    measured = outcome.baseline_measured
-    if chosen is not None:
-        plan, stats, measured = chosen.plan, chosen.stats, chosen.measured
+    measured, stats, operators = summary.measured, summary.stats, summary.program.operators
     notes: Sequence[str] = (
         assignment.note,
         f"{options.budget} is a share of a training step, and none was seen yet; until one is,"
         " this graph runs without a budget. To bound it all the same, give bytes"
         if waits_for_step
         else "",
-        "ample budget: peaks are estimates until backward has run" if outcome.is_guess else "",
-        "" if captured.allocator.splits_all else _UNSPLIT,
+        "ample budget: peaks are estimates until backward has run" if summary.is_guess else "",
+        "" if summary.allocator.splits_all else _UNSPLIT,
         graph_break,
-        *_unknown_workspaces(captured),
+        *(
+            f"what {name} holds while it runs is not known and does not count, because it could"
+            f" not be run on zeros ({why}); dtrcompile.declare_operator can say it"
+            for name, why in summary.graph.unknown_workspaces.items()
+        ),
         *beside.notes,
     )
     add_report(
         CompileReport(
             graph=graph,
-            kind="inference" if captured.backward is None else "training",
+            kind="training" if summary.graph.trains else "inference",
             compiler=options.compiler,
-            device=str(device),
+            device=summary.graph.device,
             budget=str(options.budget),
-            budget_bytes=outcome.budget_bytes,
-            baseline_peak_bytes=outcome.baseline_measured.peak_bytes,
+            budget_bytes=summary.budget_bytes,
+            baseline_peak_bytes=summary.baseline.peak_bytes,
             promised_peak_bytes=measured.peak_bytes,
             planned_peak_bytes=stats.peak_bytes,
             promised_split=measured.split,
             saved_bytes=measured.saved_bytes,
             overhead=stats.overhead,
-            operators=len(captured.program.operators),
-            recomputed={captured.program.operators[o].name: n for o, n in stats.recomputed.items()},
-            planner=plan.planner,
-            planning_s=capture_s + outcome.planning_s,
-            lowering_s=outcome.lowering_s,
-            is_plan_from_disk=outcome.is_kept,
-            outside_bytes=outcome.others.outside_bytes,
+            operators=len(operators),
+            recomputed={operators[o].name: n for o, n in stats.recomputed.items()},
+            planner=summary.plan.planner,
+            planning_s=summary.planning_s,
+            lowering_s=summary.lowering_s,
+            is_plan_from_disk=summary.is_kept,
+            outside_bytes=summary.others.outside_bytes,
             step_peak_bytes=others.outside_bytes + measured.peak_with(others),
-            baseline_step_peak_bytes=others.outside_bytes
-            + outcome.baseline_measured.peak_with(others),
+            baseline_step_peak_bytes=others.outside_bytes + summary.baseline.peak_with(others),
             verification=verification,
             beside=beside.resident,
             optimizer_step_bytes=beside.in_step_bytes(around_bytes) if around_bytes else 0,
@@ -106,11 +97,14 @@ def add_compile_report(
         ),
         is_logged=is_logged,
     )
-    _leave_artifacts(graph, assignment, outcome)
 
 
-def _leave_artifacts(graph: int, assignment: Assignment, outcome: Outcome) -> None:
-    """Write program, plan, schedule and report to files, if the user asked for them."""
+def leave_artifacts(graph: int, assignment: Assignment, outcome: Outcome) -> None:
+    """Write program, plan, schedule and report to files, if the user asked for them.
+
+    Args:
+        graph: its index.
+    """
     if not artifacts.are_wanted():
         return
     texts = {
@@ -132,14 +126,3 @@ def _formula_text(measured: Measured) -> str:
     """The peak as a formula in the graph's symbols; empty where there are none."""
     formulas = None if measured.by_sizes is None else measured.by_sizes.formulas
     return "" if formulas is None else str(formulas)
-
-
-def _unknown_workspaces(captured: Captured) -> list[str]:
-    graphs: list[fx.GraphModule] = [
-        g for g in (captured.forward, captured.backward) if g is not None
-    ]
-    return [
-        f"what {name} holds while it runs is not known and does not count, because it could not be"
-        f" run on zeros ({why}); dtrcompile.declare_operator can say it"
-        for name, why in unknown_workspaces(graphs).items()
-    ]

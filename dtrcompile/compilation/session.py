@@ -6,7 +6,10 @@ A `Session` is always in one state:
 state           meaning                                                     next
 ==============  ==========================================================  ======================
 ``UNPLANNED``   nothing was planned, or not yet                             ``ESTIMATED``,
-                                                                            ``PLANNED``, ``COUNTED``
+                                                                            ``PLANNED``,
+                                                                            ``COUNTED``,
+                                                                            ``VERIFIED``,
+                                                                            ``UNKNOWN``
 ``ESTIMATED``   the budget looked ample, so the default split is compiled   ``ESTIMATED`` (forward),
                 as it is, and measured as it was compiled                   ``VERIFIED``,
                                                                             ``TOO_LARGE``,
@@ -17,8 +20,10 @@ state           meaning                                                     next
 ``VERIFIED``    the compiled code was measured, and holds what is promised
 ``UNVERIFIED``  the compiled code cannot be measured, or is not to be
 ``COUNTED``     the eager executor counts every byte as it runs
+``UNKNOWN``     PyTorch's cache loaded code of which nothing was kept
 ==============  ==========================================================  ======================
 
+In the states ``TOO_LARGE`` and ``UNKNOWN`` the graph is compiled anew, in another session.
 ``TOO_LARGE`` is left again because a backward that was refused may be asked for once more; a
 forward in that state is planned and compiled anew, in another session.  ``UNVERIFIED`` and
 ``VERIFIED`` change into each other if a later graph is compiled that can, or cannot, be measured.
@@ -28,20 +33,27 @@ from __future__ import annotations
 
 import enum
 import logging
+import time
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
-from dtrcompile.compilation.reporting import add_compile_report
+from dtrcompile.compilation.kept_code import TOO_LARGE, KeptCode
+from dtrcompile.compilation.reporting import add_compile_report, leave_artifacts
 from dtrcompile.options import Options
+from dtrcompile.outside.surroundings import SurroundingBytes
 from dtrcompile.passes.errors import format_bytes
 from dtrcompile.passes.fitting.fit import Limits, Outcome
 from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.inductor import Wrapper
-from dtrcompile.steps.planned import Assignment, Planned
+from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.steps.planned import Assignment, Details, Planned, around_bytes
 from dtrcompile.steps.step_peak import StepPeak
+from dtrcompile.steps.summary import GraphFacts, Summary
 
 log = logging.getLogger("dtrcompile")
 
@@ -62,6 +74,7 @@ class SessionState(enum.Enum):
     VERIFIED = enum.auto()
     UNVERIFIED = enum.auto()
     COUNTED = enum.auto()
+    UNKNOWN = enum.auto()
 
 
 @dataclass
@@ -78,8 +91,13 @@ class Session:
         state: see the table above.
         unverified_because: why the compiled code is not verified, in the state ``UNVERIFIED``.
         is_replaced: the graph has been compiled again since, so its report is another session's.
+        may_load: code that an earlier process compiled will do.
+        is_compiled_here: PyTorch's caches did not have all of the code.
+        kept: the place of the compilation among what is kept on disk; None where nothing is kept.
         capture_s: seconds spent on the capture.
-        outcome: of planning; None where there was nothing to plan.
+        outcome: of planning; None where there was nothing to plan, or it was done earlier.
+        known: what an earlier process knew of the code that PyTorch's cache loaded.
+        plan_again: makes the outcome that ``known`` was written for.
         available_bytes: what the device can give; None where it does not say.
         around_bytes: of a training step, what is there when an optimizer steps.
         graphs, wrappers: compiled so far, forward first.
@@ -94,13 +112,19 @@ class Session:
     state: SessionState = SessionState.UNPLANNED
     unverified_because: str = ""
     is_replaced: bool = False
+    may_load: bool = True
+    is_compiled_here: bool = False
+    kept: KeptCode | None = None
     capture_s: float = 0.0
     outcome: Outcome | None = None
+    known: Summary | None = None
+    plan_again: Callable[[], Outcome] | None = None
     available_bytes: int | None = None
     around_bytes: int = 0
     graphs: list[fx.GraphModule] = field(default_factory=list)
     wrappers: list[Wrapper] = field(default_factory=list)
-    _planned: tuple[Outcome, Planned] | None = None
+    _planned: tuple[Outcome | Summary, Planned] | None = None
+    _facts: tuple[Captured, GraphFacts] | None = None
 
     # --- planning ---------------------------------------------------------------------------------
 
@@ -109,7 +133,7 @@ class Session:
         trains = baseline.backward_peak_bytes > 0
         waits = self.step_peak.has_to_wait(self.options, trains=trains)
         if trains:
-            self.step_peak.around_bytes = max(self.step_peak.around_bytes, self.around_bytes)
+            self.know_around(self.around_bytes)
         budget_bytes = self.step_peak.budget_bytes(
             self.options,
             baseline.peak_bytes,
@@ -120,6 +144,11 @@ class Session:
         return self.assignment.limits(
             baseline, budget_bytes, waits=waits and self.assignment.budget_bytes is None
         )
+
+    def know_around(self, around_bytes: int) -> None:
+        """What is there when an optimizer steps, around a training step of this graph."""
+        self.around_bytes = around_bytes
+        self.step_peak.around_bytes = max(self.step_peak.around_bytes, around_bytes)
 
     def check_optimizer_step(self, budget_bytes: int | None) -> None:
         """Hold what is there inside of ``optimizer.step()`` to the budget too.
@@ -146,13 +175,62 @@ class Session:
 
     def planned(self) -> Planned | None:
         """What the ledger is to know of the graph; None where there was nothing to plan."""
-        if self.outcome is None:
+        source = self.outcome or self.known
+        summary = self.summary
+        if source is None or summary is None:
             return None
-        if self._planned is None or self._planned[0] is not self.outcome:
-            planned = Planned.of(self.outcome, self.assignment, self.available_bytes)
-            planned = planned.handing_on(self.assignment.handed_on)
-            self._planned = (self.outcome, planned)
+        if self._planned is None or self._planned[0] is not source:
+            memory = None if self.kept is None else self.kept.memory_of(summary)
+            planned = Planned.of(
+                summary, self.assignment, self.available_bytes, self._get_details(), memory
+            )
+            self._planned = source, planned.handing_on(self.assignment.handed_on)
         return self._planned[1]
+
+    @property
+    def summary(self) -> Summary | None:
+        """What is known, as plain values; None where there was nothing to plan."""
+        outcome = self.outcome
+        if outcome is None:
+            return self.known
+        if self._facts is None or self._facts[0] is not outcome.captured:
+            self._facts = outcome.captured, GraphFacts.of(outcome.captured)
+        return Summary.of(outcome, self._facts[1], self.capture_s)
+
+    def _get_details(self) -> Callable[[], Details]:
+        outcome, plan_again = self.outcome, self.plan_again
+        if outcome is not None:
+            return lambda: Details.of(outcome)
+        assert plan_again is not None
+        return lambda: Details.of(plan_again())
+
+    # --- code of an earlier process ---------------------------------------------------------------
+
+    def take_up(self, sources: Sequence[str], started_s: float) -> None:
+        """PyTorch's cache loaded code, and nothing was planned: go on from what was kept of it.
+
+        Args:
+            sources: of the wrappers that were loaded.
+            started_s: when the compilation began, by `time.perf_counter`.
+        """
+        summary = None if self.kept is None else self.kept.summary_of(sources)
+        if summary is None:
+            self.state = SessionState.UNKNOWN
+            return
+        self.known = replace(summary, planning_s=time.perf_counter() - started_s)
+        self.state = SessionState.VERIFIED
+        device = torch.device(summary.graph.device)
+        self.available_bytes = available_bytes(summary.program, device, self.assignment.beside)
+        if summary.graph.trains:
+            self.know_around(around_bytes(summary.program))
+        self.note_baseline(summary.baseline)
+        self.report()
+
+    def _keep(self) -> None:
+        """Let later processes take up the code, which is measured."""
+        summary = self.summary
+        if self.kept is not None and summary is not None:
+            self.kept.write(summary, [wrapper.source for wrapper in self.wrappers])
 
     # --- after a graph was compiled ---------------------------------------------------------------
 
@@ -171,6 +249,8 @@ class Session:
             and baseline.peak_with(others) > budget_bytes - others.outside_bytes
         ):
             self.state = SessionState.TOO_LARGE
+            if self.kept is not None:
+                self.kept.write_off(TOO_LARGE)
             return
         self.state = SessionState.ESTIMATED if backward_follows else SessionState.VERIFIED
         if not backward_follows:
@@ -181,6 +261,8 @@ class Session:
             budget_bytes=budget_bytes,
             is_guess=backward_follows,
         )
+        if not backward_follows:
+            self._keep()
         self.report()
 
     def has_to_plan_after_all(self) -> bool:
@@ -201,6 +283,7 @@ class Session:
             )
             self.outcome = self.outcome.holding(measured)
         self.state = SessionState.VERIFIED
+        self._keep()
         self.report(is_logged=is_other)
 
     def leave_unverified(self, why: str) -> None:
@@ -208,6 +291,8 @@ class Session:
         is_known = self.state is SessionState.UNVERIFIED and self.unverified_because == why
         if self.outcome is not None and not is_known:
             self.state, self.unverified_because = SessionState.UNVERIFIED, why
+            if self.kept is not None:
+                self.kept.write_off(f"it is not verified: {why}")
             self.report(is_logged=False)
 
     def keep_graph(self, measured: Measured) -> None:
@@ -242,37 +327,55 @@ class Session:
 
     def change_assignment(self, assignment: Assignment) -> None:
         """The code was compiled for another assignment, and is right for this one too."""
-        if self.outcome is None or self.is_replaced:
+        if self.summary is None or self.is_replaced:
             return
         own = self.assignment
         self.assignment = replace(assignment, sizes=own.sizes, number=own.number)
-        budget_bytes = assignment.budget_bytes
-        if budget_bytes is None:
-            budget_bytes = self.outcome.budget_bytes
-        self.outcome = replace(self.outcome, others=assignment.others, budget_bytes=budget_bytes)
+        others, budget_bytes = assignment.others, assignment.budget_bytes
+        if self.outcome is not None:
+            if budget_bytes is None:
+                budget_bytes = self.outcome.budget_bytes
+            self.outcome = replace(self.outcome, others=others, budget_bytes=budget_bytes)
+        elif self.known is not None:
+            self.known = self.known.holding_beside(others, budget_bytes)
         self.report()
 
     def report(self, *, is_logged: bool = True) -> None:
         """Publish the report of what is known by now, if it is the graph's current compilation."""
         if self.is_replaced:
             return
-        outcome = self.outcome
-        assert outcome is not None
+        summary = self.summary
+        assert summary is not None
         add_compile_report(
             self.graph,
             self.options,
             self.assignment,
-            outcome,
-            device=device_of_graph(outcome.captured.forward),
-            capture_s=self.capture_s,
+            summary,
             around_bytes=self.around_bytes,
             verification=self.verification,
-            waits_for_step=self.step_peak.has_to_wait(
-                self.options, trains=outcome.captured.backward is not None
-            ),
+            waits_for_step=self.step_peak.has_to_wait(self.options, trains=summary.graph.trains),
             graph_break=self.graph_break,
             is_logged=is_logged,
         )
+        if self.outcome is not None:
+            leave_artifacts(self.graph, self.assignment, self.outcome)
+
+
+def available_bytes(program: Program, device: torch.device, beside: SurroundingBytes) -> int | None:
+    """What ``"auto"`` may take: free memory, this process's cache, and what the graphs hold.
+
+    None where the device does not say.
+    """
+    if device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    held_bytes = sum(
+        storage.size_bytes
+        for storage in program.storages
+        if storage.kind in (StorageKind.PARAMETER, StorageKind.INPUT)
+    )
+    return int(free_bytes + cached_bytes + held_bytes + beside.present_bytes)
 
 
 def device_of_graph(gm: fx.GraphModule) -> torch.device:

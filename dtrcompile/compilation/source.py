@@ -14,9 +14,11 @@ from torch import fx
 
 from dtrcompile.compilation.eager import compile_eager
 from dtrcompile.compilation.inductor import compile_inductor
-from dtrcompile.compilation.probing import is_probing
-from dtrcompile.compilation.session import Session
+from dtrcompile.compilation.probing import ProbedPlan, is_probing, probing
+from dtrcompile.compilation.session import Session, SessionState
 from dtrcompile.options import Options
+from dtrcompile.passes.errors import CaptureError
+from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.graphs.modules import copied_module, placeholders
 from dtrcompile.passes.inductor.guards import noting_guards
 from dtrcompile.passes.torch_private import TensorifyState, TracingContext, tracing
@@ -60,24 +62,31 @@ class GraphSource:
         if sizes is None and self.symbols:
             sizes = self.symbols.sizes(self.symbols.hints())
 
-        def new_session(may_estimate: bool) -> Session:
-            return Session(
-                self.options,
-                self.graph,
-                replace(assignment, sizes=sizes),
-                self.step_peak,
-                may_estimate=may_estimate,
-                graph_break=self.graph_break,
-            )
-
+        assignment = replace(assignment, sizes=sizes)
+        may_estimate, may_load = self.options.verify and not is_probing(), True
         is_first = self.first is not None
         shape_env = None if is_first or not self.symbols else _shape_env(self.context)
         with noting_guards(shape_env) as guards:
-            session = new_session(self.options.verify and not is_probing())
-            function = self._compile(session)
-            if session.has_to_plan_after_all():
-                session = new_session(False)
+            while True:
+                session = Session(
+                    self.options,
+                    self.graph,
+                    assignment,
+                    self.step_peak,
+                    may_estimate=may_estimate,
+                    may_load=may_load,
+                    graph_break=self.graph_break,
+                    plan_again=functools.partial(
+                        self._planned_again, assignment, replace(self.step_peak)
+                    ),
+                )
                 function = self._compile(session)
+                if session.state is SessionState.UNKNOWN:
+                    may_load = False
+                elif session.has_to_plan_after_all():
+                    may_estimate = False
+                else:
+                    break
         self._make_current(session)
         return Code(
             function,
@@ -99,8 +108,18 @@ class GraphSource:
     def _restore(self, session: Session) -> None:
         """Go on with the code of a session, whatever has been compiled since."""
         self._make_current(session)
-        if session.outcome is not None:
+        if session.summary is not None:
             session.report()
+
+    def _planned_again(self, assignment: Assignment, step_peak: StepPeak) -> Outcome:
+        """What planning came to for an assignment, where code of an earlier process is used."""
+        session = Session(self.options, self.graph, assignment, step_peak)
+        try:
+            with probing():
+                self._compile(session)
+        except ProbedPlan as planned:
+            return planned.outcome
+        raise CaptureError("code was loaded of a graph that computes nothing")
 
     def _compile(self, session: Session) -> Callable[..., Any]:
         compiler = compile_eager if self.options.compiler == "eager" else compile_inductor

@@ -607,10 +607,7 @@ class Ledger:
         budget_bytes = planned.assignment.budget_bytes
         if budget_bytes is None or self.options.budget.kind is not BudgetKind.SHARE:
             return budget_bytes
-        programs = (
-            planned.captured.handing_on(NOTHING_HANDED_ON).program,
-            planned.captured.program,
-        )
+        programs = planned.handing_on(NOTHING_HANDED_ON).program, planned.program
         held_bytes, given_bytes = (replay(p, as_it_is(p))[1].peak_bytes for p in programs)
         more_bytes = self.options.budget.resolve(held_bytes - given_bytes)
         return budget_bytes + max(0, more_bytes or 0)

@@ -1,4 +1,8 @@
-"""`Assignment`: what a graph is compiled for.  `Planned` and `Code`: what came of that."""
+"""`Assignment`: what a graph is compiled for.  `Planned` and `Code`: what came of that.
+
+A `Planned` consists of plain values, which may come from disk (`steps.summary`), and of `Details`:
+the graphs that the values were counted from.  These are asked for only where the values do not do.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,9 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import sympy
-import torch
-from torch import fx
 
 from dtrcompile.outside.surroundings import NO_SURROUNDINGS, SurroundingBytes
 from dtrcompile.passes.device.allocators import Allocator
@@ -22,13 +24,12 @@ from dtrcompile.passes.graphs.capture import (
     Captured,
     HandedOn,
 )
-from dtrcompile.passes.graphs.modules import output_arguments, placeholders
-from dtrcompile.passes.nodes import value
 from dtrcompile.passes.program.plan import Boundary, Free, Plan
-from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import PlanStats, replay
 from dtrcompile.passes.program.sizes import Sizes, at_sizes
 from dtrcompile.passes.program.tighten import tighten
+from dtrcompile.steps.summary import GraphFacts, Summary
 
 # A graph that others follow keeps its default split in the first step if that takes no more than
 # this part of what is left, so that an ample budget costs no second compile.
@@ -105,8 +106,78 @@ def _constants(measured: Measured) -> int:
 
 
 @dataclass(frozen=True)
+class Details:
+    """The graphs of a plan, and what they hold, counted from their schedules."""
+
+    captured: Captured
+    baseline_measured: Measured
+    measured: Measured
+
+    @staticmethod
+    def of(outcome: Outcome) -> Details:
+        """Of what planning came to."""
+        return Details(outcome.captured, outcome.baseline_measured, outcome.measured)
+
+    def at(self, sizes: Sizes) -> Details:
+        """Where the graph's symbols have these values."""
+        return replace(
+            self,
+            baseline_measured=_at(self.baseline_measured, sizes),
+            measured=_at(self.measured, sizes),
+        )
+
+    def handing_on(self, handed_on: HandedOn) -> Details:
+        """Where the caller gives these up."""
+        captured = self.captured.handing_on(handed_on)
+        if captured is self.captured or not self.baseline_measured.by_sizes:
+            return self
+        return Details(
+            captured, *(_of(m, captured) for m in (self.baseline_measured, self.measured))
+        )
+
+
+def _at(measured: Measured, sizes: Sizes) -> Measured:
+    return measured if measured.by_sizes is None else measured.by_sizes.at(sizes)
+
+
+def _of(measured: Measured, captured: Captured) -> Measured:
+    return measured if measured.by_sizes is None else measured.by_sizes.of(captured)
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a plan's graph holds where its caller gives something up, as plain values.
+
+    Attributes:
+        given_storages: of the program, what is given up.
+        plan: the same plan, which frees them when they are read for the last time.
+    """
+
+    given_storages: tuple[int, ...]
+    baseline: GraphBytes
+    chosen: GraphBytes
+    plan: Plan
+
+
+class Memory(Protocol):
+    """Remembers, in this process and in later ones, what was counted from the graphs."""
+
+    def read_held(self, handed_on: HandedOn) -> HeldBytes | None:
+        """What was written; None where nothing was."""
+
+    def write_held(self, handed_on: HandedOn, held: HeldBytes) -> None:
+        """Keep it."""
+
+
+@dataclass(frozen=True)
 class Planned:
-    """What the ledger knows of a compiled graph."""
+    """What the ledger knows of a compiled graph.
+
+    Attributes:
+        handed_on: what its caller gives up.
+        get_details: makes the graphs again where they were not made in this process.
+        memory: what was counted with other things given up; None where that is not kept.
+    """
 
     program: Program
     assignment: Assignment
@@ -115,72 +186,97 @@ class Planned:
     chosen: GraphBytes
     is_default: bool
     saves_least: bool
-    captured: Captured
     plan: Plan
-    baseline_measured: Measured
-    measured: Measured
     cost_ns: int
+    graph: GraphFacts
+    allocator: Allocator
+    handed_on: HandedOn
+    get_details: Callable[[], Details]
+    memory: Memory | None = None
 
     @staticmethod
-    def of(outcome: Outcome, assignment: Assignment, available_bytes: int | None) -> Planned:
+    def of(
+        summary: Summary,
+        assignment: Assignment,
+        available_bytes: int | None,
+        get_details: Callable[[], Details],
+        memory: Memory | None = None,
+    ) -> Planned:
         """From what the compilation found."""
-        captured = outcome.captured
-        constant_bytes = captured.program.constant_bytes
-        gradient_bytes = _parameter_gradient_bytes(captured)
         return Planned(
-            captured.program,
+            summary.program,
             assignment,
             available_bytes,
-            outcome.baseline_measured.graph_bytes(constant_bytes, gradient_bytes),
-            outcome.measured.graph_bytes(constant_bytes, gradient_bytes),
-            outcome.chosen is None,
-            outcome.saves_least,
-            captured,
-            outcome.plan,
-            outcome.baseline_measured,
-            outcome.measured,
-            outcome.stats.cost_ns,
+            summary.baseline_bytes,
+            summary.chosen_bytes,
+            summary.is_default,
+            summary.saves_least,
+            summary.plan,
+            summary.stats.cost_ns,
+            summary.graph,
+            summary.allocator,
+            summary.handed_on,
+            get_details,
+            memory,
         )
+
+    @functools.cached_property
+    def details(self) -> Details:
+        """The graphs, and what they hold."""
+        return self.get_details()
 
     def at(self, sizes: Sizes) -> Planned:
         """The same plan, where the graph's symbols have these values."""
-        captured = self.captured
+        if not sizes.values:
+            return self
+        captured, details = self.details.captured, self.details.at(sizes)
         with at_sizes(sizes):
             program = captured.resized()
-        baseline, chosen = (
-            measured if measured.by_sizes is None else measured.by_sizes.at(sizes)
-            for measured in (self.baseline_measured, self.measured)
-        )
         gradient_bytes = self.chosen.gradient_bytes
         plan = replace(self.plan, program=program.fingerprint)
         return replace(
             self,
             program=program,
-            baseline=baseline.graph_bytes(program.constant_bytes, gradient_bytes),
-            chosen=chosen.graph_bytes(program.constant_bytes, gradient_bytes),
+            baseline=details.baseline_measured.graph_bytes(program.constant_bytes, gradient_bytes),
+            chosen=details.measured.graph_bytes(program.constant_bytes, gradient_bytes),
             plan=plan,
             cost_ns=replay(program, plan)[1].cost_ns,
         )
 
     def handing_on(self, handed_on: HandedOn) -> Planned:
         """What the same graph and plan hold, where the caller gives these up."""
-        captured = self.captured.handing_on(handed_on)
-        if captured is self.captured or not self.baseline_measured.by_sizes:
+        if handed_on == self.handed_on or not self.trains:
             return self
-        baseline, measured = (
-            m if m.by_sizes is None else m.by_sizes.of(captured)
-            for m in (self.baseline_measured, self.measured)
-        )
-        program, gradient_bytes = captured.program, self.chosen.gradient_bytes
+        held = None if self.memory is None else self.memory.read_held(handed_on)
+        if held is None:
+            held = self._counted(handed_on)
+            if held is None:
+                return self
+            if self.memory is not None:
+                self.memory.write_held(handed_on, held)
+        given = frozenset(held.given_storages)
+        storages = tuple(replace(s, is_handed_on=s.id in given) for s in self.program.storages)
         return replace(
             self,
-            program=program,
-            captured=captured,
-            baseline_measured=baseline,
-            measured=measured,
-            baseline=baseline.graph_bytes(program.constant_bytes, gradient_bytes),
-            chosen=measured.graph_bytes(program.constant_bytes, gradient_bytes),
-            plan=tighten(program, holding(program, self.plan)),
+            program=replace(self.program, storages=storages),
+            baseline=held.baseline,
+            chosen=held.chosen,
+            plan=held.plan,
+            handed_on=handed_on,
+            get_details=lambda: self.details.handing_on(handed_on),
+        )
+
+    def _counted(self, handed_on: HandedOn) -> HeldBytes | None:
+        """What the graphs hold then; None where that is the same."""
+        details = self.details.handing_on(handed_on)
+        if details is self.details:
+            return None
+        program, gradient_bytes = details.captured.program, self.chosen.gradient_bytes
+        return HeldBytes(
+            tuple(s.id for s in program.storages if s.is_handed_on),
+            details.baseline_measured.graph_bytes(program.constant_bytes, gradient_bytes),
+            details.measured.graph_bytes(program.constant_bytes, gradient_bytes),
+            tighten(program, holding(program, self.plan)),
         )
 
     @property
@@ -191,7 +287,7 @@ class Planned:
     @property
     def trains(self) -> bool:
         """Whether the graph has a backward."""
-        return self.captured.backward is not None
+        return self.graph.trains
 
     @functools.cached_property
     def given_up(self) -> frozenset[int]:
@@ -201,31 +297,12 @@ class Planned:
         next(after_boundary, None)
         freed = itertools.takewhile(lambda s: isinstance(s, Free), after_boundary)
         storages = {s.storage for s in freed if isinstance(s, Free)} & self.program.handed_on
-        return frozenset(i for s, i in self.captured.returned if i is not None and s in storages)
+        return frozenset(i for s, i in self.graph.returned if i is not None and s in storages)
 
     @property
     def returned_bytes(self) -> int:
         """Of the outputs that are computed, not handed through."""
         return sum(self.program.storages[s].size_bytes for s in self.program.held_from_boundary)
-
-    @property
-    def can_run_again(self) -> bool:
-        """Whether what a call saved can be had by another call.
-
-        Not where tensors belong to the graph itself, which may then be among what it saves.
-        """
-        nodes = self.captured.forward.graph.find_nodes(op="get_attr")
-        return self.trains and not any(isinstance(value(n), torch.Tensor) for n in nodes)
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        return bool(self.captured.draws)
-
-    @property
-    def allocator(self) -> Allocator:
-        """What the device's counts for a request."""
-        return self.captured.allocator
 
     @property
     def own_peak_bytes(self) -> int:
@@ -256,24 +333,6 @@ def around_bytes(program: Program) -> int:
     """Bytes of what is there before a step, and of what forward returns."""
     results = sum(program.storages[s].size_bytes for s in program.held_from_boundary)
     return program.constant_bytes + results
-
-
-def _parameter_gradient_bytes(captured: Captured) -> int:
-    """Bytes of the gradients that stay after backward: those of parameters."""
-    if captured.backward is None:
-        return 0
-    program = captured.program
-    # Backward returns one gradient for each input of forward.
-    storages = {
-        captured.storage_of.get(captured.owner(gradient))
-        for primal, gradient in zip(
-            placeholders(captured.forward), output_arguments(captured.backward), strict=False
-        )
-        if isinstance(gradient, fx.Node)
-        and (s := captured.storage_of.get(primal)) is not None
-        and program.storages[s].kind is StorageKind.PARAMETER
-    }
-    return sum(program.storages[s].size_bytes for s in storages if s is not None)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,6 @@ from dtrcompile.outside.uncompiled import called_at, look_at_backward
 from dtrcompile.outside.watching import running
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.graphs.capture import NOTHING_HANDED_ON
-from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.torch_private import (
     SkipFrame,
@@ -240,7 +239,7 @@ class SharedGraph:
         self.foreseen.append(ledger.holding_calls())
         ledger.add(self)
         if ledger.step_check is None and self.planned is not None:
-            ledger.step_check = check_of(device_of(self.planned.captured))
+            ledger.step_check = check_of(torch.device(self.planned.graph.device))
 
     @property
     def planned(self) -> Planned | None:
@@ -459,8 +458,8 @@ class SharedGraph:
         planned = None if is_hooked else self.planned
         arguments = None
         is_watched = ledger.is_recording or self.relies_on_others
-        if is_watched and planned is not None and planned.can_run_again:
-            arguments = Arguments.of(args, draws=planned.draws)
+        if is_watched and planned is not None and planned.graph.can_run_again:
+            arguments = Arguments.of(args, draws=planned.graph.draws)
         with running(self, args):
             result = self.code.function(*args)
         node = backward_node(result)

@@ -168,7 +168,11 @@ class Waiting:
         node, graph, arguments = self.node(), self.graph(), self.arguments
         if self.is_released or node is None or graph is None or self.planned is None:
             return self.is_released
-        if arguments is None or not self.planned.can_run_again or not arguments.are_unchanged():
+        if (
+            arguments is None
+            or not self.planned.graph.can_run_again
+            or not arguments.are_unchanged()
+        ):
             return False
         saved = saved_tensors(node)
         if saved is None:

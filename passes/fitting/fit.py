@@ -64,7 +64,7 @@ from dtrcompile.passes.inductor.layouts import allow_workspace
 from dtrcompile.passes.planning.planners import minimum_plan
 from dtrcompile.passes.planning.planners.base import Planner, keep_all
 from dtrcompile.passes.program.plan import Boundary, Free, Plan, Step, refuse_copies
-from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import MemoryTimeline, PlanStats, replay
 from dtrcompile.passes.program.sizes import Sizes, at_sizes
 from dtrcompile.passes.program.tighten import tighten
@@ -750,14 +750,3 @@ def holding(program: Program, plan: Plan) -> Plan:
                 continue
         steps.append(step)
     return Plan(tuple(steps), program.fingerprint, plan.planner)
-
-
-def constant_bytes_by_kind(captured: Captured) -> dict[StorageKind, int]:
-    """Bytes of each kind of constant, at the sizes that count here."""
-    totals = dict.fromkeys((StorageKind.PARAMETER, StorageKind.INPUT, StorageKind.TANGENT), 0)
-    for storage, size_bytes in zip(
-        captured.program.storages, captured.storage_bytes(), strict=True
-    ):
-        if storage.kind in totals and not storage.is_handed_on:
-            totals[storage.kind] += size_bytes
-    return totals

@@ -135,8 +135,17 @@ _LOCK = threading.Lock()
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """A graph's text, with shapes, strides and devices."""
-    return str(gm.print_readable(print_output=False, include_stride=True, include_device=True))
+    """A graph's text, with shapes, strides and devices, and without places in the user's source.
+
+    A line that is added above a model makes no other plan.
+    """
+    text = str(gm.print_readable(print_output=False, include_stride=True, include_device=True))
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+
+
+def marks_text(gm: fx.GraphModule) -> str:
+    """What was decided about a graph's nodes, which `graph_text` does not say."""
+    return "".join(str(mark_of(node)) for node in gm.graph.nodes)
 
 
 def has_text(gm: fx.GraphModule) -> bool:
@@ -154,8 +163,9 @@ def _asked(gm: fx.GraphModule, example_inputs: Sequence[object], others: object)
     """Covers what a wrapper depends on beside the configuration: graph, marks, inputs."""
     digest = hashlib.sha256()
     digest.update(graph_text(gm).encode())
+    digest.update(marks_text(gm).encode())
     for node in gm.graph.nodes:
-        digest.update(f"{mark_of(node)}{node.meta.get('user_visible_output_idxs')}".encode())
+        digest.update(f"{node.meta.get('user_visible_output_idxs')}".encode())
     for leaf in example_inputs:
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.shape} {leaf.stride()} {leaf.dtype} {leaf.device}".encode())
