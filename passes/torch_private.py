@@ -47,6 +47,7 @@ from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
 # --- capture and emission ---------------------------------------------------------------------
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch._functorch._aot_autograd.descriptors import (
+    ForwardTokenAOTInput,
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
     PlainAOTOutput,

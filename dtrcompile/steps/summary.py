@@ -20,7 +20,7 @@ from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.fitting.sharing import GraphBytes, OtherGraphs
 from dtrcompile.passes.graphs.capture import Captured, HandedOn
-from dtrcompile.passes.graphs.modules import output_arguments, placeholders
+from dtrcompile.passes.graphs.modules import inputs_of_gradients, output_arguments
 from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.nodes import value
 from dtrcompile.passes.program import io
@@ -149,6 +149,7 @@ class Summary:
             "graph": asdict(self.graph),
             "program": io.to_json(self.program),
             "plan": self.plan.to_text(),
+            "planned_peak_bytes": self.stats.peak_bytes,
             "handed_on": handed_on_entry(self.handed_on),
             "baseline": _measured_entry(self.baseline),
             "measured": _measured_entry(self.measured),
@@ -165,12 +166,14 @@ class Summary:
             returned = tuple((s, i) for s, i in entry["graph"]["returned"])
             graph = GraphFacts(**{**entry["graph"], "returned": returned})
             program, plan = io.from_json(entry["program"]), Plan.from_text(entry["plan"])
+            # Of a split that was not measured beforehand, library calls' workspace is part of it.
+            stats = replace(replay(program, plan)[1], peak_bytes=int(entry["planned_peak_bytes"]))
             outputs = entry["handed_on"]["outputs"]
             return Summary(
                 graph,
                 program,
                 plan,
-                replay(program, plan)[1],
+                stats,
                 allocator_of(torch.device(graph.device)),
                 HandedOn(
                     None if outputs is None else frozenset(outputs), entry["handed_on"]["tangents"]
@@ -221,11 +224,10 @@ def _parameter_gradient_bytes(captured: Captured) -> int:
     if captured.backward is None:
         return 0
     program = captured.program
-    # Backward returns one gradient for each input of forward.
     storages = {
         captured.storage_of.get(captured.owner(gradient))
         for primal, gradient in zip(
-            placeholders(captured.forward), output_arguments(captured.backward), strict=False
+            inputs_of_gradients(captured.forward), output_arguments(captured.backward), strict=False
         )
         if isinstance(gradient, fx.Node)
         and (s := captured.storage_of.get(primal)) is not None

@@ -5,6 +5,24 @@ from __future__ import annotations
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from dtrcompile.passes.torch_private import ForwardTokenAOTInput
+
+
+def inputs_of_gradients(forward: fx.GraphModule) -> list[fx.Node]:
+    """Forward's inputs, in the order in which backward returns a gradient for each."""
+    without = tokens(forward)
+    return [n for n in placeholders(forward) if n not in without]
+
+
+def tokens(forward: fx.GraphModule) -> list[fx.Node]:
+    """Forward's inputs that order effects, such as the error that a singular matrix raises.
+
+    They come first, and as many outputs too; they have no gradients.
+    """
+    return [
+        n for n in placeholders(forward) if isinstance(n.meta.get("desc"), ForwardTokenAOTInput)
+    ]
+
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
     """A graph's inputs in order."""

@@ -20,7 +20,13 @@ from torch import fx
 
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import lower_frees
-from dtrcompile.passes.graphs.modules import copied_module, output_arguments, placeholders
+from dtrcompile.passes.graphs.modules import (
+    copied_module,
+    inputs_of_gradients,
+    output_arguments,
+    placeholders,
+    tokens,
+)
 from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.inductor.dry_run import Wrapper
 from dtrcompile.passes.inductor.guards import noting_guards
@@ -193,13 +199,16 @@ def _traced(
 def _surroundings(
     captured: Captured, graphs: Sequence[fx.GraphModule], shape_env: Any | None = None
 ) -> Surroundings:
+    # AOTAutograd takes tokens out of the graphs that are compiled: the first inputs and outputs.
+    gone = len(tokens(captured.forward)) - len(tokens(graphs[0]))
     return Surroundings(
         forward_placeholders=placeholders(graphs[0]),
+        differentiated=inputs_of_gradients(graphs[0]),
         backward_placeholders=placeholders(graphs[1]) if len(graphs) > 1 else [],
-        num_fwd_outputs=captured.num_fwd_outputs,
+        num_fwd_outputs=captured.num_fwd_outputs - gone,
         residents=residents(captured),
-        tangent_of=_tangent_of(graphs, captured.num_fwd_outputs),
-        given_outputs=_given_outputs(captured),
+        tangent_of=_tangent_of(graphs, captured.num_fwd_outputs, gone),
+        given_outputs=frozenset(i - gone for i in _given_outputs(captured) if i >= gone),
         given_tangents=_given_tangents(captured, graphs),
         shape_env=shape_env,
     )
@@ -254,8 +263,14 @@ def _given_tangents(captured: Captured, graphs: Sequence[fx.GraphModule]) -> fro
     return frozenset(i for i, n in enumerate(placeholders(graphs[1])) if n.name in names)
 
 
-def _tangent_of(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> dict[int, int]:
-    """Backward input -> the forward output that it is the gradient of, where both are described."""
+def _tangent_of(
+    graphs: Sequence[fx.GraphModule], num_fwd_outputs: int, gone: int
+) -> dict[int, int]:
+    """Backward input -> the forward output that it is the gradient of, where both are described.
+
+    Args:
+        gone: outputs that are described, but are not there.
+    """
     if len(graphs) < 2:
         return {}
     (out,) = graphs[0].graph.find_nodes(op="output")
@@ -265,7 +280,7 @@ def _tangent_of(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> dict[
         for i, node in enumerate(placeholders(graphs[1]))
         if isinstance(desc := node.meta.get("desc"), TangentAOTInput)
     }
-    return {i: described.index(o) for i, o in tangents.items() if o in described}
+    return {i: described.index(o) - gone for i, o in tangents.items() if o in described}
 
 
 def device_of(captured: Captured) -> torch.device:

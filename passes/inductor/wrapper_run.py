@@ -469,6 +469,7 @@ class Surroundings:
 
     Attributes:
         forward_placeholders, backward_placeholders: of the graphs.
+        differentiated: of forward's, those that backward returns a gradient for, in its order.
         num_fwd_outputs: results of forward that are the user's; the others are saved.
         residents: what is there before forward, and before backward.
         tangent_of: backward input -> the forward output that it is the gradient of.
@@ -478,6 +479,7 @@ class Surroundings:
     """
 
     forward_placeholders: Sequence[fx.Node]
+    differentiated: Sequence[fx.Node]
     backward_placeholders: Sequence[fx.Node]
     num_fwd_outputs: int
     residents: Mapping[Phase, Sequence[Resident]]
@@ -540,7 +542,7 @@ def run_step(
         for i, o in around.tangent_of.items():
             count_coercion(recorder, strides[o], inputs[i], is_given=i in around.given_tangents)
         gradients = run_wrapper(wrapper, inputs, recorder, mode)
-        count_accumulation(recorder, around.forward_placeholders, gradients)
+        count_accumulation(recorder, around.differentiated, gradients)
         are_gradients = recorder.serials(gradients)
     return ScheduleTrace(
         tuple(recorder.events),
@@ -575,14 +577,14 @@ def count_coercion(
 
 
 def count_accumulation(
-    recorder: Recorder, placeholders: Sequence[fx.Node], gradients: Sequence[object]
+    recorder: Recorder, differentiated: Sequence[fx.Node], gradients: Sequence[object]
 ) -> None:
     """Autograd keeps a gradient as it is, or copies it, one at a time, into its input's layout.
 
     The rule is `obeys_layout_contract` of PyTorch's ``AccumulateGrad``.
     """
     copied_bytes = 0
-    for node, gradient in zip(placeholders, gradients, strict=False):
+    for node, gradient in zip(differentiated, gradients, strict=False):
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor) and isinstance(gradient, torch.Tensor):
             strides = _dense_strides(val)

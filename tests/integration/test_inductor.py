@@ -482,6 +482,27 @@ def test_a_custom_operator_that_writes_into_its_argument() -> None:
     assert peak_bytes <= report.promised_peak_bytes
 
 
+def test_inputs_that_order_effects_have_no_gradient() -> None:
+    """The error that a singular matrix raises is an effect: forward is given a token for it, which
+    is no input any more when the graph is compiled."""
+
+    class Inverts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x).tanh()
+            return y @ torch.linalg.inv(y.t() @ y + 64 * torch.eye(16))
+
+    torch.manual_seed(SEED)
+    module, x = nn.Sequential(*(Inverts(16, 16) for _ in range(3))), torch.randn(256, 16)
+    module(x).sum().backward()
+    expected = gradients_of(module)
+    module.zero_grad(set_to_none=True)
+    peak_bytes = _peak_of_a_step(module, x, "80%")
+    (report,) = dtrcompile.reports()
+    assert relative_error(gradients_of(module), expected) <= 1e-4
+    assert report.recomputed_runs > 0
+    assert peak_bytes <= report.promised_peak_bytes <= (report.budget_bytes or 0)
+
+
 def test_sizes_of_what_is_computed_reach_backward() -> None:
     torch.manual_seed(SEED)
     module, x = Shortened(), torch.randn(4, 40, 16)
@@ -737,7 +758,7 @@ def test_gradients_of_grouped_convolutions_get_the_room_there_is(
         for layer in (nn.Conv2d(channels, channels, 7, padding=3, groups=channels), nn.GELU())
     ]
     module, x = nn.Sequential(*layers), torch.randn(shape)
-    peak_bytes = _peak_of_a_step(module, x, "70%")
+    peak_bytes = _peak_of_a_step(module, x, "80%")
     (report,) = dtrcompile.reports()
     assert report.recomputed_runs > 0
     assert peak_bytes <= report.promised_peak_bytes
