@@ -7,6 +7,9 @@ nothing is drawn.  Every so many, one runs under Inductor as well: gradients tho
 ``torch.compile``, and the allocator within the promise.  A failure is one seed to repeat, and the
 fewest moves at which it still fails.
 
+A module that takes longer than ``--limit-s`` is given up and listed: with symbolic sizes, PyTorch's
+own tracing of nested views may take hours.
+
 With ``--sizes`` each module is called with batches of random sizes instead, training and evaluation
 mixed, at a random budget in bytes that must hold in every call.
 
@@ -17,13 +20,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import logging
 import random
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -38,6 +43,26 @@ from workloads.random_modules import (
 )
 
 _BUDGETS = ("min", "min", "20%", "30%", "50%", "70%", "90%")
+
+
+class OutOfTime(BaseException):
+    """A module takes too long.  No error, so that nothing on the way handles it."""
+
+
+@contextlib.contextmanager
+def limited(limit_s: float) -> Iterator[None]:
+    """Raises `OutOfTime` inside of the ``with`` block when the time is up, and again if need be."""
+
+    def stop(_number: int, _frame: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, 5)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def fewest_moves(seed: int, failing: Callable[[Case], object]) -> int:
@@ -60,6 +85,7 @@ def main() -> int:
         "--inductor-every", type=int, default=50, help="one of so many under Inductor; 0: none"
     )
     parser.add_argument("--sizes", action="store_true", help="calls of random sizes")
+    parser.add_argument("--limit-s", type=float, default=120, help="seconds a module may take")
     parser.add_argument("--quick", action="store_true", help="two modules, none under Inductor")
     arguments = parser.parse_args()
     count = 2 if arguments.quick else arguments.count
@@ -69,12 +95,16 @@ def main() -> int:
     torch.set_num_threads(1)  # several add an embedding's gradients in any order
     seen: collections.Counter[str] = collections.Counter()
     failed: list[str] = []
+    given_up: list[int] = []
     start = time.perf_counter()
 
     def attempt(seed: int, what: str, run: Callable[[Case], object]) -> None:
         try:
-            word = run(Case(seed))
+            with limited(arguments.limit_s):
+                word = run(Case(seed))
             seen[str(word)] += 1
+        except OutOfTime:
+            given_up.append(seed)
         except Exception:  # any exception is a finding, to be printed and counted
             moves = fewest_moves(seed, run)
             failed.append(f"{seed} ({what}, {moves} moves)")
@@ -99,10 +129,14 @@ def main() -> int:
                 attempt(seed, f"Inductor {budget}", compiled)
         if (done + 1) % 25 == 0:
             elapsed_s = time.perf_counter() - start
-            say(f"{done + 1}/{count} modules, {len(failed)} failed, {elapsed_s:.0f} s")
+            say(
+                f"{done + 1}/{count} modules, {len(failed)} failed, {len(given_up)} given up,"
+                f" {elapsed_s:.0f} s; {dict(sorted(seen.items()))}"
+            )
     print(
         f"{count} modules, {len(failed)} failed, {time.perf_counter() - start:.0f} s;"
-        f" {dict(sorted(seen.items()))}; seeds: {', '.join(failed) or 'none'}"
+        f" {dict(sorted(seen.items()))}; seeds: {', '.join(failed) or 'none'};"
+        f" given up: {', '.join(map(str, given_up)) or 'none'}"
     )
     return 1 if failed else 0
 
