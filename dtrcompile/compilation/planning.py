@@ -25,6 +25,7 @@ from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.program.sizes import at_sizes
 from dtrcompile.passes.torch_private import TracingContext
+from dtrcompile.progress import showing
 from dtrcompile.steps.planned import around_bytes
 
 
@@ -100,7 +101,8 @@ def _plan_at_sizes(
     if backward is not None:
         session.around_bytes = around_bytes(captured.program)
     try:
-        outcome = _fitted(session, captured)
+        with showing(f"dtrcompile graph {session.graph}"):
+            outcome = _fitted(session, captured)
         session.has_planned(outcome)
     except InfeasibleBudgetError as refusal:
         if session.kept is not None:

@@ -20,6 +20,7 @@ from dtrcompile.passes.fitting.kept_choices import Choice, refusal_entry, refusa
 from dtrcompile.passes.fitting.measured import Measured, SizeModel
 from dtrcompile.passes.fitting.peak_formula import StepFormulas
 from dtrcompile.passes.fitting.plan_formula import plan_moments
+from dtrcompile.passes.fitting.progress import stage
 from dtrcompile.passes.fitting.residuals import (
     NOTHING,
     residuals,
@@ -349,6 +350,7 @@ class _Fit:
                     is_guess=True,
                 )
         start = time.perf_counter()
+        stage("lowering the default split")
         measured = self.measured(None, plan, stats)
         if list(measured.draws) != sorted(measured.draws):
             # The compiler draws random numbers in another order; from one seed, so must the plan.
@@ -547,6 +549,7 @@ class _Fit:
             allow_workspace(graphs, self.speed_workspace_bytes)
             self.verifier.verify(plan, timeline, emitted)
             start = time.perf_counter()
+            self.say("lowering plan")
             measured = self.measured(emitted, plan, stats)
             self.lowering_s += time.perf_counter() - start
             log.debug(
@@ -578,6 +581,7 @@ class _Fit:
     def plan_with(self, planner: Callable[[Program], Plan], known: Mapping[int, int]) -> Plan:
         """A plan made of the program that knows the residuals, as one of the program."""
         start = time.perf_counter()
+        self.say("searching for plan")
         program = with_residuals(self.program, known)
         try:
             plan = planner(with_other_graphs(program, self.others))
@@ -586,6 +590,14 @@ class _Fit:
         plan = without_residuals(without_other_graphs(plan, program), self.program)
         refuse_copies(plan, "compiling")
         return tighten(self.program, plan)
+
+    def say(self, what: str) -> None:
+        """Tell whoever shows it what is done now."""
+        text = f"{what} {len(self.candidates) + 1}"
+        if self.candidates:
+            least = min(self.peak(candidate) for candidate in self.candidates.values())
+            text += f" (the smallest so far holds {format_bytes(least)})"
+        stage(text)
 
     def learn(self, candidate: Candidate, known: dict[int, int]) -> bool:
         """Add a candidate's residuals; whether any was new."""

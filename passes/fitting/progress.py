@@ -1,0 +1,26 @@
+"""What planning does at the moment, for whoever shows it to people."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+_LISTENER: ContextVar[Callable[[str], None] | None] = ContextVar("dtrcompile_stage", default=None)
+
+
+def stage(text: str) -> None:
+    """Planning begins with this: ``"lowering plan 3"``."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener(text)
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Within it, ``listener`` is told each stage, in this thread."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
