@@ -26,6 +26,7 @@ from dtrcompile.passes.fitting.inductor_model import ScheduleSizeModel
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.fitting.settings import AMPLE
 from dtrcompile.passes.graphs.emit import lower_frees
+from dtrcompile.passes.graphs.modules import copied_module
 from dtrcompile.passes.graphs.recompute_tags import tag_scopes
 from dtrcompile.passes.inductor import LoweredStep, Wrapper, trace
 from dtrcompile.passes.inductor.loaded_code import noting_code
@@ -74,13 +75,15 @@ class DTRPartitioner(CustomPartitionerFn):
             num_fwd_outputs=kwargs["num_fwd_outputs"],
             static_input_indices=kwargs.get("static_lifetime_input_indices") or (),
         )
-        if outcome.chosen is None:
-            return forward, backward
-        emitted = outcome.chosen.emitted
-        assert emitted.backward is not None
-        lower_frees(emitted.forward)
-        lower_frees(emitted.backward)
-        return emitted.forward, emitted.backward
+        if outcome.chosen is not None:
+            emitted = outcome.chosen.emitted
+            assert emitted.backward is not None
+            forward, backward = emitted.forward, emitted.backward
+            lower_frees(forward)
+            lower_frees(backward)
+        # AOTAutograd's cache takes what is known of the nodes off the graph that it is given, and
+        # what is held under other circumstances is still counted from it.
+        return forward, copied_module(backward)
 
     def uuid(self) -> object:
         """Covers the package's source, every option, the devices there are and their allocator.

@@ -228,8 +228,12 @@ class Session:
 
     def _keep(self) -> None:
         """Let later processes take up the code, which is measured."""
-        summary = self.summary
-        if self.kept is not None and summary is not None:
+        summary, outcome = self.summary, self.outcome
+        if self.kept is None or summary is None or outcome is None:
+            return
+        if outcome.captured.symbols:  # of the graphs' own, though the inputs have none
+            self.kept.write_off("its graphs have symbolic sizes")
+        else:
             self.kept.write(summary, [wrapper.source for wrapper in self.wrappers])
 
     # --- after a graph was compiled ---------------------------------------------------------------

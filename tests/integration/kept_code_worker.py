@@ -13,6 +13,7 @@ import hashlib
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,8 @@ def run(name: str, budget: object, counts: _Counts) -> dict[str, Any]:
     except Exception as error:
         refusal = unwrap(error)
         is_refusal = isinstance(refusal, InfeasibleBudgetError)
+        if not is_refusal:
+            traceback.print_exc()
         refused = str(refusal) if is_refusal else f"failed: {type(error).__name__}"
     reports = [json.loads(report.to_json()) for report in dtrcompile.reports()]
     return {

@@ -82,6 +82,8 @@ def without_entries(folder: Path) -> None:
 
 SAME = ("observed", "peaks", "refused", "reports")
 SCRIPTS = ("two_graphs", "evaluation_between", "a_step_of_the_optimizer", "dropout")
+# Their default split is compiled, and what it holds is asked for once more when it has been.
+AT_THE_MINIMUM = ("a_bag_of_embeddings", "changing_batch_size")
 
 
 def is_same(first: Any, second: Any) -> bool:
@@ -116,6 +118,17 @@ def test_later_processes_take_up_the_code_and_say_the_same_of_it(tmp_path: Path)
     third = seen_by_a_process(tmp_path, "50%", "a_step_of_the_optimizer", "dropout")
     assert is_same(first, third)
     assert all(seen["loads"] >= 1 and seen["fits"] >= 1 for seen in third.values())
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_the_first_process_may_still_ask_what_its_graphs_hold(tmp_path: Path) -> None:
+    """AOTAutograd's cache takes what is known of the nodes off the backward graph it is given."""
+    without_entries(tmp_path)
+    first, second = (seen_by_a_process(tmp_path, "min", *AT_THE_MINIMUM) for _ in range(2))
+    assert not [name for name, seen in first.items() if seen["refused"]]
+    assert is_same(first, second)
+    assert [seen["loads"] for seen in second.values()] == [1, 1]
 
 
 @pytest.mark.inductor
