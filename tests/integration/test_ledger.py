@@ -434,17 +434,31 @@ def encoder_and_decoder(budget: object, **options: object) -> list[int]:
     return [peak + static_bytes(*modules, x) for peak in peaks]
 
 
+@pytest.fixture(scope="module")
+def half_of_encoder_and_decoder() -> int:
+    return encoder_and_decoder(10**9)[-1] // 2
+
+
 @pytest.mark.inductor
 @pytest.mark.slow
-def test_modules_that_are_compiled_apart_share_a_budget_from_the_first_step() -> None:
-    ample = encoder_and_decoder(10**9)[-1]
-    budget = ample // 2
-    for options in ({}, {"several_graphs": True}):
-        peaks = encoder_and_decoder(budget, **options)
-        assert max(peaks) <= budget
-        assert peaks[-1] > 0.8 * budget  # not by giving it away
-    # A share cannot be one of the step's peak before the step is known.
-    assert max(encoder_and_decoder("50%", several_graphs=True)) <= budget
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"several_graphs": True}, marks=pytest.mark.sweep)]
+)
+def test_modules_that_are_compiled_apart_share_a_budget_from_the_first_step(
+    half_of_encoder_and_decoder: int, options: dict[str, Any]
+) -> None:
+    peaks = encoder_and_decoder(half_of_encoder_and_decoder, **options)
+    assert max(peaks) <= half_of_encoder_and_decoder
+    assert peaks[-1] > 0.8 * half_of_encoder_and_decoder  # not by giving it away
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_a_share_cannot_be_one_of_the_step_before_the_step_is_known(
+    half_of_encoder_and_decoder: int,
+) -> None:
+    peaks = encoder_and_decoder("50%", several_graphs=True)
+    assert max(peaks) <= half_of_encoder_and_decoder
 
 
 @pytest.mark.inductor
@@ -603,29 +617,46 @@ def train_gpt2(budget: object) -> tuple[list[int], int, Any]:
     return held, max((report.step_bytes for report in latest), default=0), module
 
 
-@pytest.mark.slow
-def test_gpt2_of_transformers_holds_what_is_promised_and_names_its_minimum() -> None:
-    """A share that cannot be met once named what the first step had run with, or what running it
-    twice would take; one that can be met was refused in the first step."""
+@pytest.fixture(scope="module")
+def gpt2() -> dict[str, Any]:
+    """What it holds at its smallest, and without a budget, and its gradients."""
     _, _, plain = train_gpt2(None)
-    expected = gradients_of(plain)
     (*_, least_bytes), _, _ = train_gpt2("min")
     (*_, whole_bytes), _, _ = train_gpt2("100%")
-    for budget in (whole_bytes * 60 // 100, whole_bytes // 2, "52%"):
-        held, promised_bytes, module = train_gpt2(budget)
-        # What a share is a share of is known when the first step is over.
-        budget_bytes = dtrcompile.reports()[-1].budget_bytes
-        assert budget_bytes is not None
-        assert max(held if isinstance(budget, int) else held[1:]) <= budget_bytes
-        assert 0 <= promised_bytes - held[-1] <= 0.02 * whole_bytes
-        assert held[1:] == [held[-1]] * 2
-        assert relative_error(gradients_of(module), expected) <= SAME
-    for budget in ("50%", whole_bytes * 40 // 100):
-        with raises_dtr(InfeasibleBudgetError) as refused:
-            train_gpt2(budget)
-        minimum = refused[0].minimum_bytes
-        assert isinstance(refused[0], InfeasibleBudgetError) and minimum is not None
-        assert abs(minimum - least_bytes) <= 0.05 * least_bytes
+    return {"gradients": gradients_of(plain), "least": least_bytes, "whole": whole_bytes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "budget", [pytest.param(0.6, marks=pytest.mark.sweep), 0.5, "52%"], ids=["60 %", "50 %", "52%"]
+)
+def test_gpt2_of_transformers_holds_what_is_promised(
+    gpt2: dict[str, Any], budget: float | str
+) -> None:
+    """As numbers of bytes, and as a share of what is known when the first step is over; a share
+    that can be met was once refused in the first step."""
+    given = budget if isinstance(budget, str) else int(budget * gpt2["whole"])
+    held, promised_bytes, module = train_gpt2(given)
+    budget_bytes = dtrcompile.reports()[-1].budget_bytes
+    assert budget_bytes is not None
+    assert max(held if isinstance(given, int) else held[1:]) <= budget_bytes
+    assert 0 <= promised_bytes - held[-1] <= 0.02 * gpt2["whole"]
+    assert held[1:] == [held[-1]] * 2
+    assert relative_error(gradients_of(module), gpt2["gradients"]) <= SAME
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "budget", ["50%", pytest.param(0.4, marks=pytest.mark.sweep)], ids=["50%", "40 %"]
+)
+def test_gpt2_of_transformers_names_its_minimum(gpt2: dict[str, Any], budget: float | str) -> None:
+    """A share that cannot be met once named what the first step had run with, or what running it
+    twice would take."""
+    with raises_dtr(InfeasibleBudgetError) as refused:
+        train_gpt2(budget if isinstance(budget, str) else int(budget * gpt2["whole"]))
+    minimum = refused[0].minimum_bytes
+    assert isinstance(refused[0], InfeasibleBudgetError) and minimum is not None
+    assert abs(minimum - gpt2["least"]) <= 0.05 * gpt2["least"]
 
 
 def test_a_share_that_one_graph_cannot_keep_may_be_meant_for_more() -> None:
