@@ -20,7 +20,7 @@ from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted
 from dtrcompile.passes.inductor import LoweredStep, disk_cache, keep, lower, trace, trace_in_symbols
 from dtrcompile.passes.inductor.layouts import gains_from_workspace
-from dtrcompile.passes.inductor.lowering import graph_text, has_text
+from dtrcompile.passes.inductor.lowering import graph_text, has_text, without_device_index
 from dtrcompile.passes.nodes import Role, role, value
 from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.program.replay import PlanStats
@@ -51,7 +51,7 @@ class InductorModel(MemoryModel):
             return None
         return disk_cache.key_of(
             "choice",
-            *map(graph_text, graphs),
+            *without_device_index([graph_text(graph) for graph in graphs]),
             captured.num_fwd_outputs,
             captured.static_input_indices,
             captured.program.fingerprint,

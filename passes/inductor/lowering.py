@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -141,6 +142,21 @@ def graph_text(gm: fx.GraphModule) -> str:
     """
     text = str(gm.print_readable(print_output=False, include_stride=True, include_device=True))
     return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+
+
+def without_device_index(texts: Sequence[str]) -> list[str]:
+    """Texts of graphs as any rank of a job would have them, each of which has a device of its own.
+
+    They are left as they are if they name more than one device.
+    """
+    found = {match.groups() for text in texts for match in _INDEXED_DEVICE.finditer(text)}
+    if len(found) != 1:
+        return list(texts)
+    return [_INDEXED_DEVICE.sub(r"\1", text) for text in texts]
+
+
+# In annotations of values (``cuda:1``) and among arguments (``device(type='cuda', index=1)``).
+_INDEXED_DEVICE = re.compile(r"\b(cuda|xpu|hpu|mtia)(?::|', index=)(\d+)\b")
 
 
 def marks_text(gm: fx.GraphModule) -> str:

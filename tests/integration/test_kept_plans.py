@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dtrcompile
 from dtrcompile.options import Options
@@ -22,8 +23,14 @@ from dtrcompile.passes.fitting.fit import Outcome, _Fit
 from dtrcompile.passes.fitting.kept_choices import Choice, refusal_entry, refusal_of_entry
 from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.inductor import disk_cache, lowering
+from dtrcompile.passes.inductor.lowering import graph_text, without_device_index
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
-from dtrcompile.passes.torch_private import CacheArtifactManager, functorch_config, inductor_config
+from dtrcompile.passes.torch_private import (
+    CacheArtifactManager,
+    FakeTensorMode,
+    functorch_config,
+    inductor_config,
+)
 from dtrcompile.probe import planned_outcome
 from tests.integration.scenarios import layers
 from workloads.training import compile_dtr, gradients_of
@@ -200,6 +207,30 @@ def test_keys_are_the_same_in_every_process() -> None:
     }
     assert len(printed) == 1
     assert len(printed.pop().strip()) == 64
+
+
+def text_of_ranks(*ranks: int) -> list[str]:
+    """The text of a graph on each rank's device, which need not be there."""
+    texts = []
+    for rank in ranks:
+        with FakeTensorMode():
+            x = torch.empty(2, 3, device=f"cuda:{rank}")
+            graph = make_fx(lambda x: torch.zeros(3, device=x.device) + x.sin())(x)
+        texts.append(graph_text(graph))
+    return texts
+
+
+def test_ranks_ask_for_the_same_plan() -> None:
+    """Each has a device of its own, and one of them plans for all."""
+    first, second = text_of_ranks(0, 1)
+    assert first != second
+    assert "cuda:0" in first
+    assert "index=0" in first
+    assert without_device_index([first]) == without_device_index([second]) != [first]
+    both = [first, second]  # of a model on two devices
+    assert without_device_index(both) == both
+    on_cpu = ['x: "f32[2][1]cpu"']
+    assert without_device_index(on_cpu) == on_cpu
 
 
 def test_choices_as_entries() -> None:
