@@ -82,6 +82,9 @@ def without_entries(folder: Path) -> None:
 
 SAME = ("observed", "peaks", "refused", "reports")
 SCRIPTS = ("two_graphs", "evaluation_between", "a_step_of_the_optimizer", "dropout")
+# Inductor has no kernel for FlexAttention without AVX.  Where another script has trained the same
+# model without retain_graph=True, PyTorch's cache serves its backward, which does not allow that.
+MAY_FAIL = {"flex_attention", "retain_graph", "retain_graph_with_dropout"}
 # Their default split is compiled, and what it holds is asked for once more when it has been.
 AT_THE_MINIMUM = ("a_bag_of_embeddings", "changing_batch_size")
 
@@ -143,7 +146,7 @@ def test_every_script_sees_the_same_in_the_second_process(tmp_path: Path, budget
         first, second = (seen_by_a_process(tmp_path, budget, *part) for _ in range(2))
         assert is_same(first, second)
         failed = {n for n, seen in first.items() if (seen["refused"] or "").startswith("failed")}
-        assert failed <= {"flex_attention"}  # Inductor has no kernel for it without AVX
+        assert failed <= MAY_FAIL
         loads += sum(seen["loads"] for seen in second.values())
     assert loads > len(names)
 
