@@ -12,8 +12,6 @@ of operators that only this process knows what they do.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -84,7 +82,6 @@ class KeptCode:
         )
         if not is_wanted or not _is_known(gm, example_inputs):
             return None
-        handed_on = json.dumps(handed_on_entry(assignment.handed_on))
         with inductor_config.patch(inductor_patches(options)):
             key = disk_cache.key_of(
                 "code",
@@ -94,7 +91,7 @@ class KeptCode:
                 torch.is_grad_enabled(),
                 options.cache_key(),
                 replace(assignment, handed_on=NOTHING_HANDED_ON),
-                handed_on,
+                handed_on_entry(assignment.handed_on),
                 step_peak,
                 may_estimate,
             )
@@ -123,13 +120,13 @@ class KeptCode:
 
     def summary_of(self, sources: Sequence[str]) -> Summary | None:
         """What is known of code that was loaded; None where it is other code."""
-        if self.entry is None or self.entry.get("code") != _hash_of(sources):
+        if self.entry is None or self.entry.get("code") != disk_cache.digest_of(*sources):
             return None
         return Summary.of_entry(self.entry.get("summary") or {})
 
     def write(self, summary: Summary, sources: Sequence[str]) -> None:
         """Keep what is known of compiled code."""
-        entry = {"code": _hash_of(sources), "summary": summary.entry()}
+        entry = {"code": disk_cache.digest_of(*sources), "summary": summary.entry()}
         if self.entry != entry:
             disk_cache.write(self.key, entry)
 
@@ -146,7 +143,7 @@ class KeptCode:
 
     def memory_of(self, summary: Summary) -> HeldMemory:
         """What the code holds where its caller gives something up."""
-        return HeldMemory(disk_cache.derived_key(self.key, json.dumps(summary.entry())))
+        return HeldMemory(disk_cache.digest_of(self.key, *summary.measured_entries()))
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ class HeldMemory:
     key: str
 
     def _key_of(self, handed_on: HandedOn) -> str:
-        return disk_cache.derived_key(self.key, json.dumps(handed_on_entry(handed_on)))
+        return disk_cache.digest_of(self.key, handed_on_entry(handed_on))
 
     def read_held(self, handed_on: HandedOn) -> HeldBytes | None:
         """What the code holds then."""
@@ -182,13 +179,6 @@ class HeldMemory:
             "plan": held.plan.to_text(),
         }
         disk_cache.write(self._key_of(handed_on), entry)
-
-
-def _hash_of(sources: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for source in sources:
-        digest.update(f"{len(source)} {source}".encode())
-    return digest.hexdigest()
 
 
 def _graphs_of(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:

@@ -58,7 +58,6 @@ class GraphFacts:
         trains = captured.backward is not None
         attributes = captured.forward.graph.find_nodes(op="get_attr")
         has_tensors = any(isinstance(value(n), torch.Tensor) for n in attributes)
-        graphs = [g for g in (captured.forward, captured.backward) if g is not None]
         return GraphFacts(
             trains,
             str(device_of(captured)),
@@ -66,7 +65,7 @@ class GraphFacts:
             bool(captured.draws),
             tuple(captured.returned),
             _parameter_gradient_bytes(captured),
-            unknown_workspaces(graphs),
+            unknown_workspaces(captured.graphs),
         )
 
 
@@ -143,16 +142,24 @@ class Summary:
         gradient_bytes = self.graph.parameter_gradient_bytes
         return measured.graph_bytes(self.program.constant_bytes, gradient_bytes)
 
+    def measured_entries(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``baseline`` and ``measured``, as JSON can hold them."""
+        baseline, measured = (
+            {name: getattr(m, name) for name in _PLAIN} for m in (self.baseline, self.measured)
+        )
+        return baseline, measured
+
     def entry(self) -> dict[str, Any]:
         """As JSON can hold it."""
+        baseline, measured = self.measured_entries()
         return {
             "graph": asdict(self.graph),
             "program": io.to_json(self.program),
             "plan": self.plan.to_text(),
             "planned_peak_bytes": self.stats.peak_bytes,
             "handed_on": handed_on_entry(self.handed_on),
-            "baseline": _measured_entry(self.baseline),
-            "measured": _measured_entry(self.measured),
+            "baseline": baseline,
+            "measured": measured,
             "others": asdict(self.others),
             "budget_bytes": self.budget_bytes,
             "is_default": self.is_default,
@@ -213,10 +220,6 @@ _PLAIN = (
     "boundary_bytes",
     "saved_bytes",
 )
-
-
-def _measured_entry(measured: Measured) -> dict[str, Any]:
-    return {name: getattr(measured, name) for name in _PLAIN}
 
 
 def _parameter_gradient_bytes(captured: Captured) -> int:

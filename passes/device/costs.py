@@ -396,10 +396,11 @@ def device_key(device: torch.device) -> str:
     """What a measured time is valid for, beside the version of torch."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).name
-    return f"{device.type} {platform.machine()} {_cpu_name()} x{torch.get_num_threads()}"
+    return f"{device.type} {platform.machine()} {cpu_name()} x{torch.get_num_threads()}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The CPU's model, which decides how long its libraries take, and what they hold inside."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

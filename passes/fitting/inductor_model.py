@@ -46,12 +46,11 @@ class InductorModel(MemoryModel):
         return RefereeModel().measure(captured, None, stats)
 
     def key_of(self, captured: Captured, planner: Planner, limits: Limits) -> str | None:
-        graphs = [g for g in (captured.forward, captured.backward) if g is not None]
-        if not all(map(has_text, graphs)):
+        if not all(map(has_text, captured.graphs)):
             return None
         return disk_cache.key_of(
             "choice",
-            *without_device_index([graph_text(graph) for graph in graphs]),
+            *without_device_index([graph_text(graph) for graph in captured.graphs]),
             captured.num_fwd_outputs,
             captured.static_input_indices,
             captured.program.fingerprint,
@@ -70,9 +69,7 @@ class InductorModel(MemoryModel):
             keep(measured.by_sizes.lowered)
 
     def gains_from_workspace(self, captured: Captured) -> bool:
-        return gains_from_workspace(
-            g for g in (captured.forward, captured.backward) if g is not None
-        )
+        return gains_from_workspace(captured.graphs)
 
     def workspaces(self, captured: Captured) -> dict[int, int]:
         found: dict[int, int] = {}
@@ -142,10 +139,9 @@ class ScheduleSizeModel(SizeModel):
 
 def _is_symbolic(captured: Captured) -> bool:
     """Whether a size, or a number that the graph computes with, is known only at run time."""
-    graphs = [g for g in (captured.forward, captured.backward) if g is not None]
     return any(
         isinstance(value, torch.types.py_sym_types)
-        for graph in graphs
+        for graph in captured.graphs
         for node in graph.graph.nodes
         for value in pytree.tree_leaves(node.meta.get("val"))
     )

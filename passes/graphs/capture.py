@@ -122,6 +122,11 @@ class Captured:
     allocator: Allocator
     handed_on: HandedOn = NOTHING_HANDED_ON
 
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """Forward, and backward where there is one."""
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
     def handing_on(self, handed_on: HandedOn) -> Captured:
         """The same, where the caller holds none of these outputs and tangents in backward.
 
@@ -230,9 +235,8 @@ class Captured:
     @functools.cached_property
     def symbols(self) -> dict[sympy.Symbol, torch.SymInt]:
         """The symbols among the sizes of the graphs' inputs."""
-        graphs = [self.forward] if self.backward is None else [self.forward, self.backward]
         found: dict[sympy.Symbol, torch.SymInt] = {}
-        for node in (n for graph in graphs for n in graph.graph.nodes if n.op == "placeholder"):
+        for node in (n for graph in self.graphs for n in placeholders(graph)):
             val = value(node)
             for size in val.shape if isinstance(val, torch.Tensor) else (val,):
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):

@@ -21,7 +21,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from dtrcompile.passes.device.costs import cpu_name
 from dtrcompile.passes.source_hash import hash_of_folder
 from dtrcompile.passes.torch_private import (
     CacheArtifactManager,
@@ -65,16 +65,16 @@ def key_of(kind: str, *parts: object) -> str | None:
     except _NotPlain as error:
         log.debug("nothing is kept on disk: %s", error)
         return None
+    return digest_of(kind, *surroundings, *parts)
+
+
+def digest_of(*parts: object) -> str:
+    """A hash of the parts' texts and of their order: of a key and a name, that of another entry."""
     digest = hashlib.sha256()
-    for part in (kind, *surroundings, *parts):
+    for part in parts:
         text = part if isinstance(part, bytes) else str(part).encode()
         digest.update(f"{len(text)} ".encode() + text)
     return digest.hexdigest()
-
-
-def derived_key(key: str, part: str) -> str:
-    """The key of an entry that belongs to another one's."""
-    return hashlib.sha256(f"{key} {part}".encode()).hexdigest()
 
 
 def read(key: str | None) -> dict[str, Any] | None:
@@ -215,15 +215,6 @@ def _plain(value: object) -> str:
     return f"{type(value).__qualname__} {_plain(identity)}"
 
 
-def _processor() -> str:
-    """The CPU's model, which decides what its libraries hold inside."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.strip()
-    return platform.processor()
-
-
 @functools.lru_cache(maxsize=1)
 def _installation() -> tuple[object, ...]:
     devices = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
@@ -233,6 +224,6 @@ def _installation() -> tuple[object, ...]:
         torch.version.cuda,
         hash_of_folder(Path(__file__).parents[1]),
         torch.backends.cpu.get_cpu_capability(),
-        _processor(),
+        cpu_name(),
         devices,
     )
