@@ -67,7 +67,6 @@ class DTRPartitioner(CustomPartitionerFn):
         tag_scopes(gm)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         session = CURRENT.get() or Session(self.options, next_graph_index(), Assignment())
-        session.is_compiled_here = True
         outcome = plan_step(
             session,
             forward,
@@ -83,7 +82,7 @@ class DTRPartitioner(CustomPartitionerFn):
             lower_frees(backward)
         # AOTAutograd's cache takes what is known of the nodes off the graph that it is given, and
         # what is held under other circumstances is still counted from it.
-        return forward, copied_module(backward)
+        return forward, backward if session.kept is None else copied_module(backward)
 
     def uuid(self) -> object:
         """Covers the package's source, every option, the devices there are and their allocator.
@@ -124,9 +123,9 @@ def compile_inductor(
         session.step_peak,
         may_estimate=session.may_estimate,
     )
-    if kept is not None and kept.refusal is not None:
+    if kept is not None and (refusal := kept.refusal) is not None:
         session.know_around(kept.around_bytes)
-        raise kept.refusal
+        raise refusal
     if kept is not None and kept.was_too_large:
         session.state = SessionState.TOO_LARGE
         return _not_compiled
@@ -150,7 +149,7 @@ def compile_inductor(
             )
     finally:
         CURRENT.reset(token)
-    if is_asked and not session.is_compiled_here:
+    if is_asked and session.outcome is None:  # neither the partitioner nor `_inner_compile` ran
         session.take_up(sources, start)
     return function  # type: ignore[no-any-return]
 
@@ -176,7 +175,6 @@ def _inner_compile(
     session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
 ) -> Any:
     """Stands in for Inductor's ``compile_fx_inner``: plans inference graphs, keeps plans' order."""
-    session.is_compiled_here = True
     if kwargs.get("is_inference", False):
         gm = plan_inference(session, gm)
         lower_frees(gm)

@@ -23,10 +23,10 @@ state           meaning                                                     next
 ``UNKNOWN``     PyTorch's cache loaded code of which nothing was kept
 ==============  ==========================================================  ======================
 
-In the states ``TOO_LARGE`` and ``UNKNOWN`` the graph is compiled anew, in another session.
-``TOO_LARGE`` is left again because a backward that was refused may be asked for once more; a
-forward in that state is planned and compiled anew, in another session.  ``UNVERIFIED`` and
-``VERIFIED`` change into each other if a later graph is compiled that can, or cannot, be measured.
+A graph in the state ``UNKNOWN``, or a forward in the state ``TOO_LARGE``, is compiled anew, in
+another session.  ``TOO_LARGE`` is left again because a backward that was refused may be asked for
+once more.  ``UNVERIFIED`` and ``VERIFIED`` change into each other if a later graph is compiled that
+can, or cannot, be measured.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class Session:
         unverified_because: why the compiled code is not verified, in the state ``UNVERIFIED``.
         is_replaced: the graph has been compiled again since, so its report is another session's.
         may_load: code that an earlier process compiled will do.
-        is_compiled_here: PyTorch's caches did not have all of the code.
         kept: the place of the compilation among what is kept on disk; None where nothing is kept.
         capture_s: seconds spent on the capture.
         outcome: of planning; None where there was nothing to plan, or it was done earlier.
@@ -113,7 +112,6 @@ class Session:
     unverified_because: str = ""
     is_replaced: bool = False
     may_load: bool = True
-    is_compiled_here: bool = False
     kept: KeptCode | None = None
     capture_s: float = 0.0
     outcome: Outcome | None = None
@@ -176,10 +174,11 @@ class Session:
     def planned(self) -> Planned | None:
         """What the ledger is to know of the graph; None where there was nothing to plan."""
         source = self.outcome or self.known
-        summary = self.summary
-        if source is None or summary is None:
+        if source is None:
             return None
         if self._planned is None or self._planned[0] is not source:
+            summary = self.summary
+            assert summary is not None
             memory = None if self.kept is None else self.kept.memory_of(summary)
             planned = Planned.of(
                 summary, self.assignment, self.available_bytes, self._get_details(), memory
