@@ -14,7 +14,6 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +21,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import dtrcompile
-from dtrcompile.compilation.session import Session
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.fitting.fit import _Fit
-from dtrcompile.passes.inductor import lowering
+from tests.integration.counting import Counted
 from tests.integration.scenarios import SCENARIOS, layers, state_of
 from workloads.training import (
     Compile,
@@ -39,35 +36,8 @@ from workloads.training import (
     unwrap,
 )
 
-Options = dict[str, Any]
 # Reports say how long things took, and whether the plan came from disk.
 _OWN_TO_A_PROCESS = ("planning_s", "lowering_s", "is_plan_from_disk")
-
-
-class _Counts:
-    """How often this process searched, lowered, and planned what had come from disk."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, int] = {}
-        self.count(_Fit, "chosen_for", "searches")
-        self.count(lowering, "_lowered", "lowerings")
-        self.count(_Fit, "run", "fits")
-        self.count(Session, "take_up", "loads")
-
-    def count(self, owner: Any, name: str, what: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-        self.seen[what] = 0
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.seen[what] += 1
-            return original(*args, **kwargs)
-
-        setattr(owner, name, counted)
-
-    def taken(self) -> dict[str, int]:
-        found = dict(self.seen)
-        self.seen = dict.fromkeys(self.seen, 0)
-        return found
 
 
 def _hash(observed: Observed) -> str:
@@ -153,7 +123,7 @@ OWN: dict[str, Scenario] = {
 }
 
 
-def run(name: str, budget: object, counts: _Counts) -> dict[str, Any]:
+def run(name: str, budget: object, counts: Counted) -> dict[str, Any]:
     scenario = OWN[name] if name in OWN else SCENARIOS[name].run
 
     def compile_(target: Any, **options: Any) -> Any:
@@ -190,7 +160,7 @@ def run(name: str, budget: object, counts: _Counts) -> dict[str, Any]:
 
 def main(budget: str, *names: str) -> None:
     torch.set_num_threads(1)
-    counts = _Counts()
+    counts = Counted()
     given: object = int(budget) if budget.isdigit() else budget
     print(json.dumps({name: run(name, given, counts) for name in names or (*SCENARIOS, *OWN)}))
 

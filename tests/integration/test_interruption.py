@@ -17,9 +17,8 @@ from dtrcompile.compilation.session import CURRENT
 from dtrcompile.options import Options
 from dtrcompile.passes.fitting.fit import _Fit
 from dtrcompile.passes.fitting.progress import listening
-from dtrcompile.passes.inductor import disk_cache, lowering, patches
+from dtrcompile.passes.inductor import lowering, patches
 from dtrcompile.passes.torch_private import (
-    CacheArtifactManager,
     GraphLowering,
     functorch_config,
     inductor_config,
@@ -72,10 +71,8 @@ def is_replaced(patch: patches.Patch) -> bool:
 @pytest.mark.inductor
 @pytest.mark.parametrize("where", ["planning", "lowering", "compiling"])
 def test_ctrl_c_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(disk_cache, "is_on", lambda: True)
     owner, name = {
         "planning": (_Fit, "plan_with"),
         "lowering": (GraphLowering, "codegen"),
@@ -92,17 +89,16 @@ def test_ctrl_c_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     lowering._LOWERED.clear()
-    with CacheArtifactManager.with_fresh_cache():
-        with monkeypatch.context() as interrupted:
-            interrupted.setattr(owner, name, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                compiled(x).sum().backward()
-        assert what_is_set() == before
-        entries = sorted((tmp_path / "dtrcompile").rglob("*"))
-        assert not [p for p in entries if p.is_file() and p.suffix not in (".json", ".lock")]
-        # No lock is held, no half of a plan is used.
-        dtrcompile.clear_reports()
-        compiled(x).sum().backward()
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(owner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            compiled(x).sum().backward()
+    assert what_is_set() == before
+    entries = sorted((cache_folder / "dtrcompile").rglob("*"))
+    assert not [p for p in entries if p.is_file() and p.suffix not in (".json", ".lock")]
+    # No lock is held, no half of a plan is used.
+    dtrcompile.clear_reports()
+    compiled(x).sum().backward()
     assert relative_error(gradients_of(module), expected) <= 1e-5
     (report,) = dtrcompile.reports()
     assert report.recomputed_runs > 0

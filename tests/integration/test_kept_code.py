@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from dtrcompile.passes.inductor.lowering import graph_text
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
 from dtrcompile.passes.torch_private import (
     BypassAOTAutogradCache,
-    CacheArtifactManager,
     GraphLowering,
     functorch_config,
     inductor_config,
@@ -155,13 +153,9 @@ def test_every_script_sees_the_same_in_the_second_process(tmp_path: Path, budget
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, switched on: the tests' environment switches Inductor's off by force."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(disk_cache, "is_on", lambda: not inductor_config.force_disable_caches)
+def folder(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kept_code, "is_asked", lambda: True)
-    with CacheArtifactManager.with_fresh_cache():
-        yield tmp_path
+    return cache_folder
 
 
 def kept(
@@ -221,8 +215,8 @@ def test_each_thing_that_the_code_depends_on_makes_another_key() -> None:
         "layout": ((model(), torch.randn(16, 4).t()), {}),
         "an input's gradient": ((model(), x.clone().requires_grad_()), {}),
         "what is frozen": ((frozen, x), {}),
-        "evaluation of dropout": ((nn.Sequential(model(), nn.Dropout()), x), {}),
-        "training of dropout": ((nn.Sequential(model(), nn.Dropout()).eval(), x), {}),
+        "dropout in training": ((nn.Sequential(model(), nn.Dropout()), x), {}),
+        "dropout in evaluation": ((nn.Sequential(model(), nn.Dropout()).eval(), x), {}),
         "budget": ((model(), x), {"budget": "60%"}),
         "planner": ((model(), x), {"planner": "dtr"}),
         "heuristic": ((model(), x), {"heuristic": "h_lru"}),
@@ -238,7 +232,6 @@ def test_each_thing_that_the_code_depends_on_makes_another_key() -> None:
     }
     keys = {what: key_of(*args, **kwargs) for what, (args, kwargs) in changed.items()}
     equal = [pair for pair in itertools.combinations(keys, 2) if len({keys[k] for k in pair}) == 1]
-    # In training mode `layers` and dropout without effect differ in nothing but that.
     assert equal == []
     assert {what: key_of(*args, **kwargs) for what, (args, kwargs) in changed.items()} == keys
     with torch.no_grad():
@@ -251,7 +244,7 @@ def test_each_thing_that_the_code_depends_on_makes_another_key() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_what_is_not_kept_has_more_when_it_is_recomputed_by_scope() -> None:
+def test_a_scope_whose_inside_is_not_kept_is_part_of_a_key() -> None:
     x = torch.randn(4, 16)
     first, second = model(), model()
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dtrcompile
 from dtrcompile.options import Options
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.fitting.fit import Outcome, _Fit
+from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.fitting.kept_choices import Choice, refusal_entry, refusal_of_entry
 from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.inductor import disk_cache, lowering
 from dtrcompile.passes.inductor.lowering import graph_text, without_device_index
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
 from dtrcompile.passes.torch_private import (
-    CacheArtifactManager,
     FakeTensorMode,
     functorch_config,
     inductor_config,
 )
 from dtrcompile.probe import planned_outcome
+from tests.integration.counting import Counted
 from tests.integration.scenarios import layers
 from workloads.training import compile_dtr, gradients_of
 
@@ -39,12 +38,8 @@ ENTRY = {"plan": "text", "numbers": [1, 2]}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, switched on: the tests' environment switches Inductor's off by force."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(disk_cache, "is_on", lambda: not inductor_config.force_disable_caches)
-    with CacheArtifactManager.with_fresh_cache():
-        yield tmp_path
+def folder(cache_folder: Path) -> Path:
+    return cache_folder
 
 
 def files(folder: Path) -> list[Path]:
@@ -257,31 +252,6 @@ def test_refusals_as_entries() -> None:
 # --- plans ----------------------------------------------------------------------------------------
 
 
-class Counted:
-    """How often plans were searched for, and graphs lowered."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.searches = self.lowerings = 0
-        chosen_for, lowered = _Fit.chosen_for, lowering._lowered
-
-        def search(*args: Any, **kwargs: Any) -> Any:
-            self.searches += 1
-            return chosen_for(*args, **kwargs)
-
-        def lower(*args: Any, **kwargs: Any) -> Any:
-            self.lowerings += 1
-            return lowered(*args, **kwargs)
-
-        monkeypatch.setattr(_Fit, "chosen_for", search)
-        monkeypatch.setattr(lowering, "_lowered", lower)
-
-    def taken(self) -> tuple[int, int]:
-        """Since it was asked last."""
-        found = self.searches, self.lowerings
-        self.searches = self.lowerings = 0
-        return found
-
-
 def trained(width: int = 16, rows: int = 256, **options: Any) -> tuple[Any, dict[str, Any]]:
     """The report and the gradients of a step, as a process of its own would have them."""
     torch._dynamo.reset()
@@ -312,13 +282,13 @@ def told(report: Any) -> Any:
 @pytest.mark.inductor
 @pytest.mark.usefixtures("folder")
 def test_a_second_process_plans_and_lowers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
+    counted = Counted(monkeypatch.setattr)
     first, gradients = trained()
-    searches, lowerings = counted.taken()
+    searches, lowerings = counted.searched_and_lowered()
     assert searches >= 1
     assert lowerings >= 4  # forward and backward, of the default split and of a plan
     second, same = trained()
-    assert counted.taken() == (0, 0)
+    assert counted.searched_and_lowered() == (0, 0)
     assert told(second) == told(first)
     assert all(torch.equal(same[name], gradients[name]) for name in gradients)
 
@@ -369,20 +339,20 @@ def test_each_thing_that_a_plan_depends_on_makes_another_plan() -> None:
 @pytest.mark.inductor
 @pytest.mark.usefixtures("folder")
 def test_a_refusal_is_kept_and_names_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
+    counted = Counted(monkeypatch.setattr)
     refusals = []
     for _ in range(2):
         with pytest.raises(InfeasibleBudgetError) as caught:
             probed(budget=20_000)
         refusals.append(str(caught.value))
-    assert counted.taken()[0] == 1
+    assert counted.searched_and_lowered()[0] == 1
     assert refusals[0] == refusals[1]
 
 
 @pytest.mark.inductor
 @pytest.mark.usefixtures("folder")
 def test_an_entry_that_promises_what_is_not_so_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
+    counted = Counted(monkeypatch.setattr)
     first, _ = trained()
     of_entry = Choice.of_entry
 
@@ -396,18 +366,18 @@ def test_an_entry_that_promises_what_is_not_so_is_ignored(monkeypatch: pytest.Mo
         steps = choice.plan.steps[1:]
         return Choice(Plan(steps, choice.plan.program, "dtr"), choice.others, 0, choice.peak_bytes)
 
-    counted.taken()
+    counted.searched_and_lowered()
     for wrong in (changed, broken):
         monkeypatch.setattr(Choice, "of_entry", staticmethod(wrong))
         second, _ = trained()
-        assert counted.taken()[0] >= 1
+        assert counted.searched_and_lowered()[0] >= 1
         assert told(second) == told(first)
 
 
 @pytest.mark.inductor
 @pytest.mark.usefixtures("folder")
 def test_dynamic_sizes_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
+    counted = Counted(monkeypatch.setattr)
 
     def formulas() -> list[str]:
         torch._dynamo.reset()
@@ -422,6 +392,6 @@ def test_dynamic_sizes_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     first = formulas()
     assert first[0]
-    assert counted.taken()[1] > 0
+    assert counted.searched_and_lowered()[1] > 0
     assert formulas() == first
-    assert counted.taken() == (0, 0)
+    assert counted.searched_and_lowered() == (0, 0)

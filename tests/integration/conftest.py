@@ -1,0 +1,20 @@
+"""What tests of the entries on disk share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtrcompile.passes.inductor import disk_cache
+from dtrcompile.passes.torch_private import CacheArtifactManager, inductor_config
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, switched on: the tests' environment switches Inductor's off by force."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(disk_cache, "is_on", lambda: not inductor_config.force_disable_caches)
+    with CacheArtifactManager.with_fresh_cache():
+        yield tmp_path
