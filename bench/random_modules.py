@@ -22,6 +22,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import gc
 import logging
 import random
 import signal
@@ -93,6 +94,7 @@ def main() -> int:
     logging.getLogger("dtrcompile").setLevel(logging.ERROR)
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     torch.set_num_threads(1)  # several add an embedding's gradients in any order
+    gc.freeze()  # the ledger collects garbage often, and PyTorch's modules are none
     seen: collections.Counter[str] = collections.Counter()
     failed: list[str] = []
     given_up: list[int] = []

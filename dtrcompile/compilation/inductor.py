@@ -33,6 +33,7 @@ from dtrcompile.passes.inductor.loaded_code import noting_code
 from dtrcompile.passes.inductor.lowering import marks_text
 from dtrcompile.passes.inductor.patches import Purpose, applied
 from dtrcompile.passes.inductor.step import is_planned, planned_config
+from dtrcompile.passes.inductor.vector_instructions import find_out_beforehand
 from dtrcompile.passes.program.sizes import at_sizes
 from dtrcompile.passes.torch_private import (
     BypassAOTAutogradCache,
@@ -41,6 +42,7 @@ from dtrcompile.passes.torch_private import (
     compile_fx,
     compile_fx_inner,
     functorch_config,
+    inductor_config,
     keeps_graph,
     min_cut_rematerialization_partition,
 )
@@ -130,6 +132,9 @@ def compile_inductor(
         session.state = SessionState.TOO_LARGE
         return _not_compiled
     patches = inductor_patches(options)
+    if (kept is None or kept.entry is None) and _is_on_cpu(example_inputs):
+        with inductor_config.patch(patches):
+            find_out_beforehand()
     patches["custom_partitioner_fn"] = DTRPartitioner(options)
     # AOTAutograd's cache skips the partitioner, and with it the plan and its report, so it may be
     # asked only where these are kept as well.
@@ -152,6 +157,11 @@ def compile_inductor(
     if is_asked and session.outcome is None:  # neither the partitioner nor `_inner_compile` ran
         session.take_up(sources, start)
     return function  # type: ignore[no-any-return]
+
+
+def _is_on_cpu(example_inputs: Sequence[Any]) -> bool:
+    tensors = [v for v in example_inputs if isinstance(v, torch.Tensor)]
+    return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def _not_compiled(*_args: Any) -> Any:

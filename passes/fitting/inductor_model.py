@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -35,9 +35,13 @@ class InductorModel(MemoryModel):
 
     Attributes:
         is_checked_later: what is compiled will be measured, so that a guess may do until then.
+        strides_of_saved: name of a saved value -> the strides that Inductor last gave it.
     """
 
     is_checked_later: bool = False
+    strides_of_saved: dict[str, tuple[int, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def guess(self, captured: Captured, stats: PlanStats) -> Measured | None:
         # With symbolic sizes PyTorch compiles backward early and drops what the check raises.
@@ -89,7 +93,7 @@ class InductorModel(MemoryModel):
     ) -> Measured:
         split = (captured.forward, captured.backward)
         graphs = split if emitted is None else (emitted.forward, emitted.backward)
-        lowered = lower(captured, [gm for gm in graphs if gm is not None])
+        lowered = lower(captured, [gm for gm in graphs if gm is not None], self.strides_of_saved)
         return ScheduleSizeModel(lowered).replayed(present_sizes())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import logging
 import re
 import threading
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from dtrcompile.passes.graphs.modules import copied_module
 from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.inductor.dry_run import Lowered, Wrapper
 from dtrcompile.passes.inductor.patches import Purpose, applied
+from dtrcompile.passes.inductor.side_by_side import LoweredBeside
 from dtrcompile.passes.nodes import mark_of
 from dtrcompile.passes.torch_private import (
     BoxedBool,
@@ -32,6 +34,8 @@ from dtrcompile.passes.torch_private import (
     select_decomp_table,
 )
 
+log = logging.getLogger("dtrcompile")
+
 
 def lower_graph(
     gm: fx.GraphModule,
@@ -40,6 +44,7 @@ def lower_graph(
     static_input_indices: Sequence[int],
     is_backward: bool,
     is_inference: bool,
+    beside: LoweredBeside | None = None,
 ) -> Wrapper:
     """Take a graph through Inductor up to its wrapper; ``gm`` is left as it is.
 
@@ -47,25 +52,85 @@ def lower_graph(
 
     Args:
         example_inputs: fake tensors, one a placeholder.
+        beside: what `lower_beside` returned, perhaps for other inputs.
     """
-    asked = _asked(gm, example_inputs, (tuple(static_input_indices), is_backward, is_inference))
-    key = asked, inductor_config.save_config()
-    with _LOCK:
-        if key in _LOWERED:
-            _LOWERED.move_to_end(key)
-            return _LOWERED[key]
-    disk_key = disk_cache.key_of("wrapper", asked) if has_text(gm) else None
-    entry = disk_cache.read(disk_key)
-    if entry is not None:
+    request = _Request(gm, example_inputs, static_input_indices, is_backward, is_inference)
+    wrapper = request.known()
+    if wrapper is not None:
+        return wrapper
+    if beside is not None and beside.key == request.key:
+        wrapper = beside.wrapper()
+    if wrapper is None:
+        wrapper = request.lowered()
+    wrapper = replace(wrapper, key=None if wrapper.constants else request.disk_key)
+    _remember(request.key, wrapper)
+    return wrapper
+
+
+def lower_beside(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    static_input_indices: Sequence[int],
+    is_backward: bool,
+    is_inference: bool,
+) -> LoweredBeside | None:
+    """Begin to lower a graph in another process; None if there is no need, or no such process."""
+    request = _Request(gm, example_inputs, static_input_indices, is_backward, is_inference)
+    if request.known() is not None:
+        return None
+    try:
+        return LoweredBeside(request.key, request.lowered)
+    except OSError as error:
+        log.debug("no process to lower a graph in: %s", error)
+        return None
+
+
+class _Request:
+    """A graph that is to be lowered.
+
+    Attributes:
+        key: of its wrapper, among those that are remembered.
+        disk_key: of its wrapper on disk, None where it is not kept.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[object],
+        static_input_indices: Sequence[int],
+        is_backward: bool,
+        is_inference: bool,
+    ) -> None:
+        self._what = gm, example_inputs, static_input_indices, is_backward, is_inference
+        others = tuple(static_input_indices), is_backward, is_inference
+        asked = _asked(gm, example_inputs, others)
+        self.key = asked, inductor_config.save_config()
+        self.disk_key = disk_cache.key_of("wrapper", asked) if has_text(gm) else None
+
+    def known(self) -> Wrapper | None:
+        """The wrapper, if this process or an earlier one wrote it."""
+        with _LOCK:
+            if self.key in _LOWERED:
+                _LOWERED.move_to_end(self.key)
+                return _LOWERED[self.key]
+        entry = disk_cache.read(self.disk_key)
+        if entry is None:
+            return None
         wrapper = Wrapper.of_entry(entry)
-    else:
-        wrapper = _lowered(gm, example_inputs, static_input_indices, is_backward, is_inference)
-        wrapper = replace(wrapper, key=None if wrapper.constants else disk_key)
+        _remember(self.key, wrapper)
+        return wrapper
+
+    def lowered(self) -> Wrapper:
+        """The wrapper, written now."""
+        return _lowered(*self._what)
+
+
+def _remember(key: tuple[str, bytes], wrapper: Wrapper) -> None:
     with _LOCK:
         _LOWERED[key] = wrapper
         if len(_LOWERED) > _MAX_REMEMBERED_WRAPPERS:
             _LOWERED.popitem(last=False)
-    return wrapper
 
 
 def _lowered(

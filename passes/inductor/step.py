@@ -8,7 +8,7 @@ measured and when they are compiled; the default split's graphs get Inductor's d
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +30,10 @@ from dtrcompile.passes.graphs.modules import (
 from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.inductor.dry_run import Wrapper
 from dtrcompile.passes.inductor.guards import noting_guards
-from dtrcompile.passes.inductor.lowering import lower_graph
+from dtrcompile.passes.inductor.lowering import lower_beside, lower_graph
 from dtrcompile.passes.inductor.patches import keep_plan_order
 from dtrcompile.passes.inductor.schedule_trace import Cause, ScheduleTrace
+from dtrcompile.passes.inductor.side_by_side import may_fork
 from dtrcompile.passes.inductor.wrapper_run import Recorder, Resident, Surroundings, run_step
 from dtrcompile.passes.nodes import hint, mark_of, value
 from dtrcompile.passes.program.program import Phase, StorageKind
@@ -97,12 +98,21 @@ class LoweredStep:
     backward: Wrapper | None
 
 
-def lower(captured: Captured, graphs: Sequence[fx.GraphModule]) -> LoweredStep:
+def lower(
+    captured: Captured,
+    graphs: Sequence[fx.GraphModule],
+    expected_strides: MutableMapping[str, tuple[int, ...]] | None = None,
+) -> LoweredStep:
     """Take a step's graphs through Inductor up to its wrappers; no kernel is compiled.
+
+    Forward and backward are lowered at the same time if the strides of what forward saves, which
+    Inductor chooses, are as expected.
 
     Args:
         graphs: of the default split, or emitted from a plan, which their nodes' marks say; they are
             left as they are.
+        expected_strides: name of a saved value -> its strides, as earlier calls found them; what
+            this call finds is added.
     """
     graphs = [copied_module(gm) for gm in graphs]
     for gm in graphs:
@@ -110,44 +120,64 @@ def lower(captured: Captured, graphs: Sequence[fx.GraphModule]) -> LoweredStep:
     as_planned = planned_config() if is_planned(graphs[0]) else contextlib.nullcontext()
     # Inductor lowers with the hints, whatever the sizes that are planned for.
     with at_sizes(None), as_planned:
-        return _lowered(captured, graphs)
+        return _lowered(captured, graphs, {} if expected_strides is None else expected_strides)
 
 
-def _lowered(captured: Captured, graphs: Sequence[fx.GraphModule]) -> LoweredStep:
+def _lowered(
+    captured: Captured,
+    graphs: Sequence[fx.GraphModule],
+    expected_strides: MutableMapping[str, tuple[int, ...]],
+) -> LoweredStep:
     is_inference = captured.backward is None
     _mark_user_visible(graphs[0], captured.num_fwd_outputs, False, is_inference)
-    forward = lower_graph(
-        graphs[0],
-        [value(n) for n in placeholders(graphs[0])],
-        static_input_indices=captured.static_input_indices,
-        is_backward=False,
-        is_inference=is_inference,
-    )
     if is_inference:
+        forward = _lowered_forward(captured, graphs[0], is_inference)
         return LoweredStep(captured, tuple(graphs), forward, None)
     backward = graphs[1]
     _mark_user_visible(backward, captured.num_fwd_outputs, True, False)
+    lowering_backward: Any = {
+        "static_input_indices": _static_in_backward(backward),
+        "is_backward": True,
+        "is_inference": False,
+    }
+    donated = _donated(graphs, captured.num_fwd_outputs)
     lowered: list[Wrapper] = []
 
     def lower_backward(from_forward: Sequence[object]) -> Wrapper:
         inputs = [value(n) for n in placeholders(backward)]
         for i, received in enumerate(from_forward):
-            inputs[i] = _restrided(inputs[i], received)
-        with _donating(_donated(graphs, captured.num_fwd_outputs)):
-            lowered[:] = [
-                lower_graph(
-                    backward,
-                    inputs,
-                    static_input_indices=_static_in_backward(backward),
-                    is_backward=True,
-                    is_inference=False,
-                )
-            ]
+            if isinstance(received, torch.Tensor):
+                inputs[i] = _restrided(inputs[i], received.stride())
+                expected_strides[placeholders(backward)[i].name] = received.stride()
+        with _donating(donated):
+            lowered[:] = [lower_graph(backward, inputs, **lowering_backward, beside=beside)]
             return lowered[0]
 
-    recorder = Recorder(captured.allocator)
-    run_step(recorder, forward, lower_backward, _surroundings(captured, graphs))
+    beside = None
+    if not captured.symbols and device_of(captured).type == "cpu" and may_fork():
+        inputs = [
+            _restrided(value(n), expected_strides.get(n.name)) for n in placeholders(backward)
+        ]
+        with _donating(donated):
+            beside = lower_beside(backward, inputs, **lowering_backward)
+    try:
+        forward = _lowered_forward(captured, graphs[0], is_inference)
+        recorder = Recorder(captured.allocator)
+        run_step(recorder, forward, lower_backward, _surroundings(captured, graphs))
+    finally:
+        if beside is not None:
+            beside.close()
     return LoweredStep(captured, tuple(graphs), forward, lowered[0])
+
+
+def _lowered_forward(captured: Captured, forward: fx.GraphModule, is_inference: bool) -> Wrapper:
+    return lower_graph(
+        forward,
+        [value(n) for n in placeholders(forward)],
+        static_input_indices=captured.static_input_indices,
+        is_backward=False,
+        is_inference=is_inference,
+    )
 
 
 def keep(lowered: LoweredStep) -> None:
@@ -303,16 +333,20 @@ def _static_in_backward(backward: fx.GraphModule) -> tuple[int, ...]:
     return tuple(i for i, node in enumerate(saved) if node.meta.get("is_static_input", True))
 
 
-def _restrided(expected: Any, received: object) -> Any:
-    """The fake input with the strides that forward will return, as AOTAutograd sets them."""
-    if not isinstance(expected, torch.Tensor) or not isinstance(received, torch.Tensor):
+def _restrided(expected: Any, received: Sequence[int] | None) -> Any:
+    """The fake input with the strides that forward will return, as AOTAutograd sets them.
+
+    Args:
+        received: the strides; None: they are not known.
+    """
+    if not isinstance(expected, torch.Tensor) or received is None:
         return expected
     strides = [hint(s) for s in expected.stride()]
-    if strides == list(received.stride()):
+    if strides == list(received):
         return expected
     mode = expected.fake_mode if isinstance(expected, FakeTensor) else contextlib.nullcontext()
     with mode:
-        return expected.as_strided(expected.shape, strides_like(expected.shape, received.stride()))
+        return expected.as_strided(expected.shape, strides_like(expected.shape, received))
 
 
 def strides_like(shape: Sequence[Any], strides: Sequence[int]) -> list[Any]:

@@ -1,0 +1,116 @@
+"""A graph that is lowered in another process while this process lowers a second graph.
+
+The other process is forked, so it has the graphs and all of PyTorch at once.  It writes the wrapper
+as JSON into a pipe and exits.  Where it fails, or where the wrapper cannot be written as JSON, the
+graph is lowered in this process instead, with the same result.
+
+No process is forked once an accelerator or `torch.distributed` is in use: CUDA cannot be used after
+a fork, and a fork may move the memory that a network card was told of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import NoReturn
+from unittest import mock
+
+import torch
+
+from dtrcompile.passes.inductor.dry_run import Wrapper
+from dtrcompile.passes.torch_private import inductor_config
+
+# Lowering the largest graphs takes minutes, and a process that is stuck only costs time: it is
+# waited for so many times as long as this process took for its own graph.
+_PATIENCE = 5.0
+_LEAST_PATIENCE_S = 30.0
+
+
+def may_fork() -> bool:
+    """Whether a graph can be lowered in a process of its own, and whether that would be faster."""
+    if inductor_config.compile_threads < 2 or len(os.sched_getaffinity(0)) < 2:
+        return False
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not (is_distributed or torch.cuda.is_initialized() or torch.xpu.is_initialized())
+
+
+class LoweredBeside:
+    """A wrapper that another process writes.
+
+    Attributes:
+        key: what the wrapper is made from, as `lowering` identifies it.
+    """
+
+    def __init__(self, key: object, lower: Callable[[], Wrapper]) -> None:
+        """
+        Args:
+            lower: gives the wrapper; it is called in the other process.
+
+        Raises:
+            OSError: if there can be no other process.
+        """
+        self.key = key
+        self._started_s = time.perf_counter()
+        self._pipe, pipe = os.pipe()
+        n_threads = torch.get_num_threads()
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of threads that hold locks; the wait for the process is bounded.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._process = os.fork()
+        except OSError:
+            os.close(self._pipe)
+            os.close(pipe)
+            raise
+        if self._process == 0:
+            _write_and_exit(pipe, lower, n_threads)
+        os.close(pipe)
+
+    def wrapper(self) -> Wrapper | None:
+        """The wrapper, once it is written; None if the process failed or is stuck."""
+        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * (time.perf_counter() - self._started_s))
+        deadline_s = time.perf_counter() + patience_s
+        found = bytearray()
+        while True:
+            left_s = deadline_s - time.perf_counter()
+            if left_s <= 0 or not select.select([self._pipe], [], [], left_s)[0]:
+                return None
+            part = os.read(self._pipe, 1 << 20)
+            if not part:
+                break
+            found += part
+        return Wrapper.of_entry(json.loads(found)) if found.endswith(b"}") else None
+
+    def close(self) -> None:
+        """End the process, whether it is done or not."""
+        os.close(self._pipe)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # somebody waits for all processes
+            os.waitpid(self._process, 0)
+
+
+def _write_and_exit(pipe: int, lower: Callable[[], Wrapper], n_threads: int) -> NoReturn:
+    """What the other process does; it exits without flushing or closing what it inherited."""
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches both
+        # OpenMP's threads are not there after a fork.  Inductor must see their number all the same.
+        torch.set_num_threads(1)
+        with mock.patch.object(torch, "get_num_threads", lambda: n_threads):
+            wrapper = lower()
+        if not wrapper.constants:
+            left = memoryview(json.dumps(wrapper.entry()).encode())
+            while left:
+                left = left[os.write(pipe, left) :]
+        status = 0
+    except BaseException:
+        pass  # the other process lowers the graph itself, and says what is wrong with it
+    finally:
+        os._exit(status)

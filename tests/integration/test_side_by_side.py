@@ -1,0 +1,134 @@
+"""A backward graph that is lowered in another process while this process lowers the forward."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrcompile.options import Options
+from dtrcompile.passes.inductor import lowering, side_by_side, step
+from dtrcompile.passes.inductor.dry_run import Wrapper
+from dtrcompile.passes.inductor.side_by_side import LoweredBeside, may_fork
+from dtrcompile.passes.torch_private import inductor_config
+from dtrcompile.probe import planned_outcome
+
+_WRAPPER = Wrapper("code" * 50_000, {}, {"buf0": 3}, {"buf0": 7}, frozenset({1, 2}), (5, 4))
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+@pytest.fixture
+def beside() -> Iterator[Callable[[Callable[[], Wrapper]], LoweredBeside]]:
+    made: list[LoweredBeside] = []
+
+    def make(lower: Callable[[], Wrapper]) -> LoweredBeside:
+        made.append(LoweredBeside("key", lower))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(process._process, 0)
+
+
+def test_a_wrapper_comes_as_it_was_written(beside: Callable[..., LoweredBeside]) -> None:
+    assert beside(lambda: _WRAPPER).wrapper() == _WRAPPER
+
+
+def test_a_process_that_fails_writes_no_wrapper(beside: Callable[..., LoweredBeside]) -> None:
+    def fail() -> Wrapper:
+        raise RuntimeError("no wrapper")
+
+    def exit_at_once() -> Wrapper:
+        os._exit(0)
+
+    assert beside(fail).wrapper() is None
+    assert beside(exit_at_once).wrapper() is None
+
+
+def test_tensors_do_not_cross(beside: Callable[..., LoweredBeside]) -> None:
+    assert beside(lambda: Wrapper("code", {"c": torch.ones(2)})).wrapper() is None
+
+
+def test_a_process_that_is_stuck_is_given_up(
+    beside: Callable[..., LoweredBeside], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_by_side, "_LEAST_PATIENCE_S", 0.1)
+
+    def wait() -> Wrapper:
+        time.sleep(600)
+        return _WRAPPER
+
+    assert beside(wait).wrapper() is None
+
+
+def test_the_other_process_sees_the_number_of_threads(
+    beside: Callable[..., LoweredBeside],
+) -> None:
+    n_threads = torch.get_num_threads()
+    found = beside(lambda: Wrapper(str(torch.get_num_threads()), {})).wrapper()
+    assert found is not None
+    assert found.source == str(n_threads)
+
+
+def test_no_process_where_one_would_be_useless_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert may_fork()
+    with inductor_config.patch(compile_threads=1):
+        assert not may_fork()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "sched_getaffinity", lambda _: {0})
+        assert not may_fork()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert not may_fork()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.distributed, "is_initialized", lambda: True)
+        assert not may_fork()
+
+
+class Blocks(nn.Module):
+    """Convolutions, to which Inductor gives other strides than were traced, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + nn.functional.gelu(nn.functional.dropout(block(x), 0.1))
+        return x.square().mean()
+
+
+def test_plans_are_the_same_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    came: list[bool] = []
+    wrapper = LoweredBeside.wrapper
+
+    def counted(self: LoweredBeside) -> Wrapper | None:
+        found = wrapper(self)
+        came.append(found is not None)
+        return found
+
+    monkeypatch.setattr(LoweredBeside, "wrapper", counted)
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(4, 3, 16, 16)
+    options = Options.parse({"budget": "min"})
+    beside = planned_outcome(model, [x], options)
+    assert came and all(came)
+    with lowering._LOCK:
+        lowering._LOWERED.clear()
+    monkeypatch.setattr(step, "may_fork", lambda: False)
+    alone = planned_outcome(model, [x], options)
+    assert alone.plan == beside.plan
+    assert alone.measured.peak_bytes == beside.measured.peak_bytes
+    assert alone.measured.step_bytes == beside.measured.step_bytes
