@@ -2,9 +2,9 @@
 
     model = torch.compile(model, backend="dtr", options={"budget": "8GiB"})
 
-needs no import of this package; what it exports is for looking at what was done (`reports`), for
-scripts that cannot pass options (`set_defaults`), for what not to keep (`recompute`), and for
-catching errors.  Importing it does not import torch.
+needs no import of this package.  What it exports is for looking at what was done (`reports`), for
+scripts that cannot pass options (`set_defaults`), for changing a budget (`set_budget`), for what
+not to keep (`recompute`), and for catching errors.  Importing it does not import torch.
 """
 
 from importlib import import_module
@@ -33,6 +33,7 @@ from dtrcompile.report import CompileReport, clear_reports, reports
 if TYPE_CHECKING:
     from dtrcompile.largest_size import Largest, SizePoint, largest
     from dtrcompile.outside.watching import Watch, watch
+    from dtrcompile.steps.budgeted import set_budget
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _WITH_TORCH = {
     "SizePoint": "largest_size",
     "Watch": "outside.watching",
     "largest": "largest_size",
+    "set_budget": "steps.budgeted",
     "watch": "outside.watching",
 }
 
@@ -78,6 +80,7 @@ __all__ = [
     "recompute",
     "reports",
     "reset_defaults",
+    "set_budget",
     "set_defaults",
     "watch",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +18,15 @@ from dtrcompile.passes.graphs.modules import output_arguments, placeholders
 from dtrcompile.passes.graphs.recurrent import unroll_recurrent
 from dtrcompile.passes.graphs.regions import inline_regions
 from dtrcompile.passes.nodes import hint
+from dtrcompile.steps.budgeted import (
+    BudgetedGraph,
+    forget_graphs,
+    options_with_budget,
+    register,
+)
 from dtrcompile.steps.ledger import Ledger, forget_steps, ledger_of, more_graphs_follow
 from dtrcompile.steps.shared_graph import Returned, SharedGraph
+from dtrcompile.steps.step_peak import StepPeak
 from dtrcompile.steps.symbols import Symbols
 
 
@@ -46,36 +55,72 @@ def dtr(
         options = {**(options or {}), "inductor": {"mode": mode, **inductor}}
     listen()
     parsed = Options.parse(options)
-    shared = compile_graph(gm, example_inputs, parsed)
-    defaults_used(shared.graph, options, parsed)
-    return shared
+    compiled = compile_graph(gm, example_inputs, parsed)
+    defaults_used(compiled.graph, options, parsed)
+    return compiled
 
 
 def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
-) -> SharedGraph:
+) -> BudgetedGraph:
     """As `dtr`, with options that were parsed."""
     inline_regions(gm)
     if torch.is_grad_enabled():
         unroll_recurrent(gm)
-    ledger = Ledger(options) if is_probing() else ledger_of(options)
-    symbols = Symbols.of_graph(gm)
     parameters = _parameters(gm)
-    step_peak = ledger.step_peaks.of(parameters)
-    device = _device_of(parameters, example_inputs)
-    source = GraphSource(gm, example_inputs, options, symbols, step_peak, graph_break(gm))
-    with ledger.surroundings.seeing(parameters, device, options):
-        return SharedGraph(
-            ledger,
-            source.compile,
-            more_graphs_follow(gm),
-            graph=source.graph,
-            symbols=symbols,
-            step_peak=step_peak,
-            parameters=parameters,
-            received=_received_bytes(gm),
-            returned=Returned() if symbols else _returned(gm),
-        )
+    if not is_probing():
+        options = options_with_budget(options, parameters)
+    parts = _Parts(
+        GraphSource(gm, example_inputs, Symbols.of_graph(gm), graph_break(gm)),
+        more_graphs_follow(gm),
+        _device_of(parameters, example_inputs),
+        [weakref.ref(p) for p in parameters],
+        _received_bytes(gm),
+        _returned(gm),
+    )
+    compiled = BudgetedGraph(options, parts.compiled)
+    register(compiled, parameters)
+    return compiled
+
+
+@dataclass
+class _Parts:
+    """A Dynamo graph, and what is known of it under any budget.
+
+    Attributes:
+        step_peak: of the model, under the options that it was last compiled with.
+    """
+
+    source: GraphSource
+    more_follow: bool
+    device: torch.device
+    parameters: list[weakref.ref[nn.Parameter]]
+    received: list[int]
+    returned: Returned
+    step_peak: StepPeak | None = None
+
+    def compiled(self, options: Options) -> SharedGraph:
+        """The graph compiled for options, for the first time or once more."""
+        ledger = Ledger(options) if is_probing() else ledger_of(options)
+        parameters = [p for ref in self.parameters if (p := ref()) is not None]
+        step_peak = ledger.step_peaks.of(parameters)
+        if self.step_peak is not None:
+            step_peak.see_all(self.step_peak)
+        self.step_peak = step_peak
+        source = self.source.under(options, step_peak)
+        symbols = source.symbols
+        with ledger.surroundings.seeing(parameters, self.device, options):
+            return SharedGraph(
+                ledger,
+                source.compile,
+                self.more_follow,
+                graph=source.graph,
+                symbols=symbols,
+                step_peak=step_peak,
+                parameters=parameters,
+                received=self.received,
+                returned=Returned() if symbols else self.returned,
+            )
 
 
 def _received_bytes(gm: fx.GraphModule) -> list[int]:
@@ -110,6 +155,7 @@ def _reset() -> None:
     forget()
     forget_defaults_used()
     forget_steps()
+    forget_graphs()
 
 
 dtr.reset = _reset  # type: ignore[attr-defined]

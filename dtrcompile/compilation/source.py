@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,20 +32,19 @@ from dtrcompile.steps.symbols import Symbols
 class GraphSource:
     """A Dynamo graph, and what it takes to compile it, also a second time."""
 
+    options: Options
+    step_peak: StepPeak
+    graph: int
+
     def __init__(
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
-        options: Options,
         symbols: Symbols,
-        step_peak: StepPeak,
         graph_break: str,
     ) -> None:
-        self.options = options
         self.graph_break = graph_break
         self.symbols = symbols
-        self.step_peak = step_peak
-        self.graph = next_graph_index()
         self.context = TracingContext.try_get()
         # The first compilation's; later ones use a copy, because compilation changes the graph,
         # and fake inputs, because real ones would be held.
@@ -55,6 +55,14 @@ class GraphSource:
         self.fixed_numbers = frozenset(TensorifyState.force_specializations)
         # The graph's plans by their numbers.
         self.sessions: dict[int, Session] = {}
+
+    def under(self, options: Options, step_peak: StepPeak) -> GraphSource:
+        """The same graph, to be compiled with options, with reports of its own."""
+        source = copy.copy(self)
+        self.first = None
+        source.options, source.step_peak = options, step_peak
+        source.graph, source.sessions = next_graph_index(), {}
+        return source
 
     def compile(self, assignment: Assignment) -> Code:
         """Compile for an assignment."""

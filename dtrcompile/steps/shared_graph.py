@@ -443,11 +443,12 @@ class SharedGraph:
         if self.refusal is not None:
             raise self.refusal
         values = self.symbols.values(args)
-        if values != self.values and self._outgrows(values):
+        has_other_sizes = values != self.values
+        if has_other_sizes and self._outgrows(values):
             self.values = values
             ledger.unforeseen_call(self)
         if (
-            values != self.values
+            has_other_sizes
             or self.family.loss
             or self.decided_with != self.step_peak.size_bytes
             or self.state is GraphState.OUTDATED

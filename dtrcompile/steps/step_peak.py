@@ -35,6 +35,11 @@ class StepPeak:
         """A training step holds this much without a budget."""
         self.size_bytes = max(self.size_bytes, size_bytes)
 
+    def see_all(self, other: StepPeak) -> None:
+        """What was seen of the same model under other options."""
+        self.see(other.size_bytes)
+        self.around_bytes = max(self.around_bytes, other.around_bytes)
+
     def has_to_wait(self, options: Options, *, trains: bool) -> bool:
         """Whether a graph's budget is a share of a training step that is still to come."""
         is_part = options.is_share and not options.is_whole_peak

@@ -21,9 +21,10 @@ def test_a_random_module_without_a_trained_parameter_says_so() -> None:
 
 
 # 8: a number that Dynamo had made a symbol, and settled on before it compiled the graph.
+# 162: an evaluation at a larger size, by a graph that had been seen in a step of two graphs.
 @pytest.mark.parametrize(
     ("seed", "moves", "share", "seen"),
-    [(3, 6, 0.4, "recomputed"), (8, 3, 0.4, "kept")],
+    [(3, 6, 0.4, "recomputed"), (8, 3, 0.4, "kept"), (162, 8, 0.6, "recomputed")],
 )
 def test_random_modules_at_random_sizes(seed: int, moves: int, share: float, seen: str) -> None:
     assert check_sizes(Case(seed, moves), share, True) == seen
