@@ -2,11 +2,12 @@
 
 Each model trains one step in a process of its own: with plain ``torch.compile``, and with
 ``backend="dtr"`` at some budgets; first with an empty cache folder, then, in a second process, with
-the folder that the first left.  The table has the seconds of the first step, the part of them that
-was planning and counting schedules, by the report, and the ratio to plain ``torch.compile`` with
-the same caches.
+the folder that the first left.  The first table has the seconds of the first step, and the ratio to
+plain ``torch.compile`` with the same caches; the second says where the time went, by PyTorch's own
+compile-time events.  ``--traces`` writes these events as flame charts.
 
     python -m bench.compile_time --models mixture,vit --out rows.jsonl
+    python -m bench.compile_time --models gpt2 --budgets 50% --traces folder
     python -m bench.compile_time --quick
 
 A ratio means something only on a machine that does nothing else.  Exits with 1 if a second process
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 import dtrcompile
+from bench.compile_phases import PHASES, CompileEvents
 from bench.measure import format_table, machine, say, write_json_line
 from bench.zoo import SCALES, ZOO
 from dtrcompile.passes.errors import InfeasibleBudgetError, wrapped_error
@@ -38,8 +40,13 @@ BUDGETS = ("50%", "min")
 QUICK_MODELS, QUICK_BUDGETS = ("mixture",), ("min",)
 
 
-def first_step(name: str, scale: str, budget: str) -> dict[str, Any]:
-    """Train one step in this process, and say how long it took."""
+def first_step(name: str, scale: str, budget: str, trace: Path | None = None) -> dict[str, Any]:
+    """Train one step in this process, and say how long it took.
+
+    Args:
+        trace: a file for the flame chart.
+    """
+    events = CompileEvents.recorded()
     module, inputs = ZOO[name].build(scale)
     keywords: dict[str, Any] = {}
     if budget != PLAIN:
@@ -55,6 +62,9 @@ def first_step(name: str, scale: str, budget: str) -> dict[str, Any]:
             raise
         found["refused_bytes"] = refusal.minimum_bytes
     found["first_step_s"] = time.perf_counter() - start
+    found["phases_s"] = events.seconds()
+    if trace is not None:
+        events.write_chrome_trace(trace)
     reports = dtrcompile.reports()
     if reports:
         found["planning_s"] = sum(r.planning_s for r in reports)
@@ -64,9 +74,13 @@ def first_step(name: str, scale: str, budget: str) -> dict[str, Any]:
     return found
 
 
-def in_a_process(name: str, scale: str, budget: str, cache: Path) -> dict[str, Any]:
+def in_a_process(
+    name: str, scale: str, budget: str, cache: Path, trace: Path | None
+) -> dict[str, Any]:
     """`first_step` in a process of its own, with its caches in a folder."""
     command = [sys.executable, "-m", "bench.compile_time", "--worker", name, scale, budget]
+    if trace is not None:
+        command.append(str(trace))
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -75,13 +89,17 @@ def in_a_process(name: str, scale: str, budget: str, cache: Path) -> dict[str, A
     return found
 
 
-def measure(name: str, scale: str, budgets: Sequence[str]) -> list[dict[str, Any]]:
+def measure(
+    name: str, scale: str, budgets: Sequence[str], traces: Path | None
+) -> list[dict[str, Any]]:
     """Both processes of each way to compile a model."""
     rows = []
     for budget in (PLAIN, *budgets):
         with tempfile.TemporaryDirectory() as cache:
             for process in (1, 2):
-                found = in_a_process(name, scale, budget, Path(cache))
+                file_name = f"{name}-{budget.rstrip('%')}-{process}.json"
+                trace = None if traces is None else traces.resolve() / file_name
+                found = in_a_process(name, scale, budget, Path(cache), trace)
                 say(f"{name} {budget}, process {process}: {found['first_step_s']:.1f} s")
                 rows.append({"model": name, "budget": budget, "process": process, **found})
     return rows
@@ -97,19 +115,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", choices=SCALES, default="quick")
     parser.add_argument("--quick", action="store_true", help="one model at one budget")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--traces", type=Path, help="write flame charts into this folder")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
-        print(json.dumps(first_step(*args.worker)))
+        name, scale, budget, *trace = args.worker
+        print(json.dumps(first_step(name, scale, budget, Path(trace[0]) if trace else None)))
         return 0
+    if args.traces is not None:
+        args.traces.mkdir(parents=True, exist_ok=True)
     models = args.models.split(",") if args.models else list(QUICK_MODELS if args.quick else ZOO)
     budgets = args.budgets.split(",") if args.budgets else QUICK_BUDGETS if args.quick else BUDGETS
-    table, bad = [], []
+    table, phases, bad = [], [], []
     for name in models:
         if not ZOO[name].is_there:
             say(f"{name}: skipped, {ZOO[name].needs} is not installed")
             continue
-        rows = measure(name, args.scale, budgets)
+        rows = measure(name, args.scale, budgets, args.traces)
         plain = {row["process"]: row["first_step_s"] for row in rows if row["budget"] == PLAIN}
         for row in rows:
             ratio = row["first_step_s"] / plain[row["process"]]
@@ -130,16 +152,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                     row["budget"],
                     str(row["process"]),
                     f"{row['first_step_s']:.1f}",
-                    f"{row['planning_s']:.1f}",
-                    f"{row['lowering_s']:.1f}",
                     "refused" if is_refused else f"{ratio:.2f}",
                 )
             )
+            seconds = [f"{row['phases_s'][phase]:.1f}" for phase in PHASES]
+            phases.append((name, row["budget"], str(row["process"]), *seconds))
             planned_again = row["budget"] != PLAIN and not row.get("is_plan_from_disk")
             if row["process"] == 2 and planned_again and not is_refused:
                 bad.append(f"{name} at {row['budget']}: the second process planned anew")
-    header = ("model", "budget", "process", "first step s", "planning s", "lowering s", "ratio")
-    print(format_table(header, table))
+    print(format_table(("model", "budget", "process", "first step s", "ratio"), table))
+    print("\nSeconds of each phase:\n")
+    print(format_table(("model", "budget", "process", *PHASES), phases))
     print("\n".join(bad))
     return int(bool(bad))
 

@@ -125,7 +125,7 @@ from torch.compiler._cache import CacheArtifactManager
 
 # --- the backend --------------------------------------------------------------------------------
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.utils import detect_fake_mode
+from torch._dynamo.utils import detect_fake_mode, dynamo_timed, get_chromium_event_logger
 from torch._functorch import config as functorch_config
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks

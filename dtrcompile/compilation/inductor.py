@@ -24,6 +24,7 @@ from dtrcompile.passes.errors import VerificationError, format_bytes
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.fitting.inductor_model import ScheduleSizeModel
 from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.fitting.progress import CHECK
 from dtrcompile.passes.fitting.settings import AMPLE
 from dtrcompile.passes.graphs.emit import lower_frees
 from dtrcompile.passes.graphs.modules import copied_module
@@ -41,6 +42,7 @@ from dtrcompile.passes.torch_private import (
     CustomPartitionerFn,
     compile_fx,
     compile_fx_inner,
+    dynamo_timed,
     functorch_config,
     inductor_config,
     keeps_graph,
@@ -196,7 +198,8 @@ def _inner_compile(
     if not session.options.verify:
         session.leave_unverified("the option 'verify' is off")
     elif isinstance(compiled, CompiledFxGraph):
-        _check_final(session, gm, compiled, is_backward=is_backward)
+        with dynamo_timed(CHECK):
+            _check_final(session, gm, compiled, is_backward=is_backward)
     else:
         session.leave_unverified("Inductor returned no Python wrapper that could be run")
     return compiled

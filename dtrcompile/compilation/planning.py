@@ -19,12 +19,13 @@ from dtrcompile.passes.fitting.fit import (
     fit,
 )
 from dtrcompile.passes.fitting.inductor_model import InductorModel
+from dtrcompile.passes.fitting.progress import CAPTURE
 from dtrcompile.passes.graphs.capture import Captured, capture
 from dtrcompile.passes.graphs.modules import output_arguments
 from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.program.sizes import at_sizes
-from dtrcompile.passes.torch_private import TracingContext
+from dtrcompile.passes.torch_private import TracingContext, dynamo_timed
 from dtrcompile.progress import showing
 from dtrcompile.steps.planned import around_bytes
 
@@ -84,15 +85,16 @@ def _plan_at_sizes(
     is_inductor = options.compiler == "inductor"
     start = time.perf_counter()
     device = device_of_graph(forward)
-    captured = capture(
-        forward,
-        backward,
-        num_fwd_outputs=num_fwd_outputs,
-        static_input_indices=static_input_indices,
-        cost_model=make_cost_model(options.cost_model, device),
-        # The eager executor counts what it asks for.
-        allocator=allocator_of(device) if is_inductor else EXACT,
-    )
+    with dynamo_timed(CAPTURE):
+        captured = capture(
+            forward,
+            backward,
+            num_fwd_outputs=num_fwd_outputs,
+            static_input_indices=static_input_indices,
+            cost_model=make_cost_model(options.cost_model, device),
+            # The eager executor counts what it asks for.
+            allocator=allocator_of(device) if is_inductor else EXACT,
+        )
     captured = captured.handing_on(session.assignment.handed_on)
     session.capture_s = time.perf_counter() - start
     session.available_bytes = available_bytes(

@@ -22,7 +22,7 @@ from dtrcompile.passes.fitting.kept_choices import Choice, refusal_entry, refusa
 from dtrcompile.passes.fitting.measured import Measured, SizeModel
 from dtrcompile.passes.fitting.peak_formula import StepFormulas
 from dtrcompile.passes.fitting.plan_formula import plan_moments
-from dtrcompile.passes.fitting.progress import stage
+from dtrcompile.passes.fitting.progress import EMISSION, LOWERING, PLANNING, stage
 from dtrcompile.passes.fitting.residuals import (
     NOTHING,
     residuals,
@@ -71,6 +71,7 @@ from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import MemoryTimeline, PlanStats, replay
 from dtrcompile.passes.program.sizes import Sizes, at_sizes
 from dtrcompile.passes.program.tighten import tighten
+from dtrcompile.passes.torch_private import dynamo_timed
 
 log = logging.getLogger("dtrcompile")
 
@@ -370,7 +371,8 @@ class _Fit:
                 )
         start = time.perf_counter()
         stage("lowering the default split")
-        measured = self.measured(None, plan, stats)
+        with dynamo_timed(LOWERING):
+            measured = self.measured(None, plan, stats)
         if list(measured.draws) != sorted(measured.draws):
             # The compiler draws random numbers in another order; from one seed, so must the plan.
             self.captured = self.captured.with_draws(measured.draws)
@@ -562,14 +564,16 @@ class _Fit:
         """Emit, verify and measure a plan, once."""
         key = plan, self.speed_workspace_bytes
         if key not in self.candidates:
-            timeline, stats = replay(self.program, plan)
-            emitted = emit(self.captured, plan)
-            graphs = [g for g in (emitted.forward, emitted.backward) if g]
-            allow_workspace(graphs, self.speed_workspace_bytes)
-            self.verifier.verify(plan, timeline, emitted)
+            with dynamo_timed(EMISSION):
+                timeline, stats = replay(self.program, plan)
+                emitted = emit(self.captured, plan)
+                graphs = [g for g in (emitted.forward, emitted.backward) if g]
+                allow_workspace(graphs, self.speed_workspace_bytes)
+                self.verifier.verify(plan, timeline, emitted)
             start = time.perf_counter()
             self.say("lowering plan")
-            measured = self.measured(emitted, plan, stats)
+            with dynamo_timed(LOWERING):
+                measured = self.measured(emitted, plan, stats)
             self.lowering_s += time.perf_counter() - start
             log.debug(
                 "plan %s: planned %d bytes, measured %d, overhead %.3f",
@@ -603,7 +607,8 @@ class _Fit:
         self.say("searching for plan")
         program = with_residuals(self.program, known)
         try:
-            plan = planner(with_other_graphs(program, self.others))
+            with dynamo_timed(PLANNING):
+                plan = planner(with_other_graphs(program, self.others))
         finally:
             self.planning_s += time.perf_counter() - start
         plan = without_residuals(without_other_graphs(plan, program), self.program)

@@ -6,6 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+# The names of what planning does among PyTorch's compile-time events, which
+# ``torch._dynamo.utils.compile_times()`` lists and ``tlparse`` draws as a flame chart.
+CAPTURE = "dtrcompile.capture"
+PLANNING = "dtrcompile.planning"
+EMISSION = "dtrcompile.emission"
+LOWERING = "dtrcompile.lowering"
+CHECK = "dtrcompile.check"
+
 _LISTENER: ContextVar[Callable[[str], None] | None] = ContextVar("dtrcompile_stage", default=None)
 
 
