@@ -331,6 +331,10 @@ class Options:
             makes up to half a dozen plans.  The number is converted into a fixed amount of work, so
             that the plan does not depend on the machine.  None: less than one second for a thousand
             operators, at most 5 seconds.
+        lowering_s: about how many seconds one search for a plan may lower plans with Inductor in
+            order to count what they hold.  The number is converted into a number of operators, so
+            that the plan does not depend on the machine; the smallest plan is always lowered.
+            None: as many as the search needs.
         cost_model: ``"roofline"`` (analytic) or ``"measured"`` (each operator timed once).
         compiler: ``"inductor"``, or ``"eager"`` (the reference executor, which counts bytes).
         inductor: configuration patches that are passed on to Inductor, ``"mode"`` included, in a
@@ -349,6 +353,7 @@ class Options:
     planner: str = "auto"
     heuristic: str | None = None
     planning_s: float | None = None
+    lowering_s: float | None = None
     cost_model: str = "roofline"
     compiler: str = "inductor"
     inductor: FrozenMapping = ()
@@ -577,7 +582,7 @@ def _value_of(option: str, text: str, what: str) -> object:
             if text.lower() not in words:
                 raise OptionError(f"{what} must be one of {', '.join(words)}, not {text!r}.")
             return words[text.lower()]
-        case "planning_s":
+        case "planning_s" | "lowering_s":
             try:
                 return float(text)
             except ValueError:
@@ -618,7 +623,7 @@ def _parsed(name: str, value: Any, what: str) -> Any:
             return _parse_name(value, name, what, _planner_names())
         case "heuristic":
             return None if value is None else _parse_name(value, name, what, _heuristic_names())
-        case "planning_s":
+        case "planning_s" | "lowering_s":
             return None if value is None else _parse_seconds(value, what)
         case "cost_model":
             return _parse_name(value, name, what, COST_MODELS)

@@ -112,12 +112,14 @@ def check_reports(budget: object) -> None:
         assert not (is_open and budget == UNBUDGETED), str(report)
         if report.budget_bytes is not None:
             assert report.promised_peak_bytes <= report.budget_bytes, str(report)
-        assert report.promised_peak_bytes <= report.baseline_peak_bytes, str(report)
+        # What is compiled before it is known what follows saves little, whatever room there is, and
+        # may hold more in its own backward than the default split does.
+        is_provisional = any("more graphs follow" in note for note in report.notes)
+        if not is_provisional:
+            assert report.promised_peak_bytes <= report.baseline_peak_bytes, str(report)
         assert sum(report.promised_split.values()) == report.promised_peak_bytes, str(report)
         assert report.overhead >= 1.0, str(report)
         needed = report.baseline_step_peak_bytes
-        # What is compiled before it is known what follows saves little, whatever room there is.
-        is_provisional = any("more graphs follow" in note for note in report.notes)
         ample = needed <= (report.budget_bytes or 0) and not is_provisional
         if ample or budget == UNBUDGETED:
             assert not report.recomputed, str(report)

@@ -127,7 +127,7 @@ def _fitted(session: Session, captured: Captured) -> Outcome:
     options = session.options
     is_inductor = options.compiler == "inductor"
     model: MemoryModel = (
-        InductorModel(is_checked_later=session.may_estimate) if is_inductor else RefereeModel()
+        InductorModel(session.may_estimate, options.lowering_s) if is_inductor else RefereeModel()
     )
     try:
         return fit(

@@ -52,6 +52,10 @@ def add_compile_report(
         if waits_for_step
         else "",
         "ample budget: peaks are estimates until backward has run" if summary.is_guess else "",
+        "the search for a plan ended after the time of option 'lowering_s'; with more time it may"
+        " find a better one"
+        if summary.is_cut_short
+        else "",
         "" if summary.allocator.splits_all else _UNSPLIT,
         graph_break,
         *(

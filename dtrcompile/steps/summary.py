@@ -85,6 +85,7 @@ class Summary:
         saves_least: as in `Outcome`.
         is_guess: ``baseline`` is.
         is_kept: an earlier process made the plan.
+        is_cut_short: as in `Outcome`.
         planning_s, lowering_s: seconds spent on capture and planning, and on measuring.
     """
 
@@ -102,6 +103,7 @@ class Summary:
     saves_least: bool
     is_guess: bool = False
     is_kept: bool = False
+    is_cut_short: bool = False
     planning_s: float = 0.0
     lowering_s: float = 0.0
 
@@ -124,6 +126,7 @@ class Summary:
             outcome.saves_least,
             outcome.is_guess,
             outcome.is_kept,
+            outcome.is_cut_short,
             capture_s + outcome.planning_s,
             outcome.lowering_s,
         )
@@ -164,6 +167,7 @@ class Summary:
             "budget_bytes": self.budget_bytes,
             "is_default": self.is_default,
             "saves_least": self.saves_least,
+            "is_cut_short": self.is_cut_short,
         }
 
     @staticmethod
@@ -192,6 +196,7 @@ class Summary:
                 entry["is_default"],
                 entry["saves_least"],
                 is_kept=True,
+                is_cut_short=entry["is_cut_short"],
             )
         except (KeyError, TypeError, ValueError, AttributeError, ProgramError, PlanError):
             return None

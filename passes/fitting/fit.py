@@ -105,6 +105,14 @@ class MemoryModel(ABC):
         """Let later processes read from disk what was lowered to measure this."""
         return
 
+    def may_measure(self, n_measured: int) -> bool:  # noqa: ARG002
+        """Whether a search may measure one more plan.
+
+        Args:
+            n_measured: the operators of the graphs that it has measured so far.
+        """
+        return True
+
     def gains_from_workspace(self, captured: Captured) -> bool:  # noqa: ARG002
         """Whether a kernel could be faster if it held more inside (see `layouts`)."""
         return False
@@ -200,6 +208,13 @@ class Candidate:
     emitted: Emitted
     measured: Measured
 
+    @property
+    def n_operators(self) -> int:
+        """Of the emitted graphs, with those that run again."""
+        graphs = (self.emitted.forward, self.emitted.backward)
+        nodes = (node for g in graphs if g is not None for node in g.graph.nodes)
+        return sum(node.op == "call_function" for node in nodes)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -216,6 +231,7 @@ class Outcome:
         is_guess: ``baseline_measured`` is; what is compiled must be held to the budget.
         is_kept: an earlier process made the plan.
         saves_least: because graphs of unknown size follow, at the price of compute.
+        is_cut_short: a search ended because it had lowered as much as it may.
     """
 
     captured: Captured
@@ -229,6 +245,7 @@ class Outcome:
     is_guess: bool = False
     is_kept: bool = False
     saves_least: bool = False
+    is_cut_short: bool = False
 
     @property
     def measured(self) -> Measured:
@@ -321,6 +338,12 @@ def _only_new_objects_collected() -> Iterator[None]:
         gc.unfreeze()
 
 
+_CUT_SHORT = (
+    "The search ended after the time of option 'lowering_s'; with more time it may find a smaller"
+    " plan."
+)
+
+
 class _Fit:
     """Bytes here are the graph's own: what is outside is taken off the budget beforehand."""
 
@@ -340,6 +363,9 @@ class _Fit:
         self.speed_workspace_bytes = 0
         self.candidates: dict[tuple[Plan, int], Candidate] = {}
         self.is_kept = False
+        # Operators of the graphs that the present search has measured.
+        self.n_measured = 0
+        self.is_cut_short = False
         self._verifier: Verifier | None = None
         self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Plan | None] = {}
 
@@ -410,6 +436,7 @@ class _Fit:
             self.lowering_s,
             is_kept=self.is_kept,
             saves_least=agreed.more_follow,
+            is_cut_short=self.is_cut_short,
         )
 
     def kept_or_chosen(
@@ -444,9 +471,10 @@ class _Fit:
             chosen_plan = None if chosen is None else chosen.plan
             if chosen is not None:
                 self.model.keep(chosen.measured)
-            disk_cache.write(
-                key, Choice(chosen_plan, self.others, self.speed_workspace_bytes, held).entry()
+            choice = Choice(
+                chosen_plan, self.others, self.speed_workspace_bytes, held, self.is_cut_short
             )
+            disk_cache.write(key, choice.entry())
         return chosen
 
     def takes_up(self, choice: Choice, measured: Measured) -> bool:
@@ -458,6 +486,7 @@ class _Fit:
             if choice.plan is not None:
                 held = self.peak(self.try_plan(choice.plan))
             self.is_kept = held == choice.peak_bytes
+            self.is_cut_short = self.is_kept and choice.is_cut_short
         except DTRError as error:
             log.debug("a plan that was kept cannot be used: %s", error)
         if not self.is_kept:
@@ -583,7 +612,18 @@ class _Fit:
                 stats.overhead,
             )
             self.candidates[key] = Candidate(plan, timeline, stats, emitted, measured)
+        self.n_measured += self.candidates[key].n_operators
         return self.candidates[key]
+
+    def may_go_on(self) -> bool:
+        """Whether the present search may measure one more plan; if not, that is noted.
+
+        It depends on what was measured for this search alone, whether that was done anew or not, so
+        that the same question always has the same answer.
+        """
+        may = self.model.may_measure(self.n_measured)
+        self.is_cut_short |= not may
+        return may
 
     def plan_for(self, target_bytes: int, known: Mapping[int, int]) -> Plan | None:
         """The planner's answer for a target, None where it has none.
@@ -638,6 +678,7 @@ class _Fit:
         Raises:
             InfeasibleBudgetError: if there is none.
         """
+        self.n_measured = 0
         first = first_target(budget_bytes, baseline_planned_bytes, baseline_bytes)
         search = BudgetSearch(budget_bytes, first, baseline_planned_bytes, MAX_REPLANNING_ROUNDS)
         speed_workspaces = [0]
@@ -693,6 +734,8 @@ class _Fit:
                 cost_ns = replay(self.program, plan)[1].cost_ns
                 if not is_worth_measuring(cost_ns, best.stats.cost_ns):
                     break
+            if not self.may_go_on():
+                break
             candidate = self.try_plan(plan)
             found.append(candidate)
             is_new = plan not in learned_from
@@ -710,20 +753,25 @@ class _Fit:
         The same set whatever was tried before, so that the minimum that an error names is met when
         it is asked for.
         """
+        self.n_measured = 0
         known = dict(self.workspaces)
         tried = [self.minimum(known)]
         for _ in range(MAX_LEARNING_ROUNDS):
             if self.agrees(tried[-1], known) or not self.learn(tried[-1], known):
+                break
+            if not self.may_go_on():
                 break
             tried.append(self.minimum(known))
         planned_bytes = self.planned_peak(tried[0].plan, self.workspaces)
         if not self.agrees(tried[-1], known):
             targets = [planned_bytes * percent // 100 for percent in LOOSER_THAN_MINIMUM_PERCENT]
             looser = [self.plan_for(target, self.workspaces) for target in targets]
-            tried += [self.try_plan(plan) for plan in looser if plan is not None]
+            tried += [self.try_plan(p) for p in looser if p is not None and self.may_go_on()]
         attempts: list[SmallerAttempt] = []
         least = min(self.peak(c) for c in tried)
         while (target := next_smaller_target(planned_bytes, least, attempts)) is not None:
+            if not self.may_go_on():
+                break
             left = smaller_plans_left(attempts)
             found = self.search(BudgetSearch(target, target, least, left))
             has_fitted = self.cheapest_of(found, target) is not None
@@ -765,6 +813,7 @@ class _Fit:
             minimum_bytes=minimum_bytes + self.others.outside_bytes,
             operator=smallest.stats.peak_operator,
             largest=[(s.name, s.size_bytes) for s in resident[:5]],
+            advice=_CUT_SHORT if self.is_cut_short else "",
         )
 
 

@@ -16,6 +16,7 @@ from dtrcompile.passes.errors import VerificationError
 from dtrcompile.passes.fitting.fit import Limits, MemoryModel, RefereeModel
 from dtrcompile.passes.fitting.measured import Measured, SizeModel
 from dtrcompile.passes.fitting.peak_formula import StepFormulas, moments_of
+from dtrcompile.passes.fitting.settings import NODES_LOWERED_PER_S
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted
 from dtrcompile.passes.inductor import LoweredStep, disk_cache, keep, lower, trace, trace_in_symbols
@@ -35,10 +36,12 @@ class InductorModel(MemoryModel):
 
     Attributes:
         is_checked_later: what is compiled will be measured, so that a guess may do until then.
+        lowering_s: about how many seconds one search may lower plans; None: as long as it needs.
         strides_of_saved: name of a saved value -> the strides that Inductor last gave it.
     """
 
     is_checked_later: bool = False
+    lowering_s: float | None = None
     strides_of_saved: dict[str, tuple[int, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -71,6 +74,9 @@ class InductorModel(MemoryModel):
     def keep(self, measured: Measured) -> None:
         if isinstance(measured.by_sizes, ScheduleSizeModel):
             keep(measured.by_sizes.lowered)
+
+    def may_measure(self, n_measured: int) -> bool:
+        return self.lowering_s is None or n_measured < self.lowering_s * NODES_LOWERED_PER_S
 
     def gains_from_workspace(self, captured: Captured) -> bool:
         return gains_from_workspace(captured.graphs)

@@ -27,12 +27,14 @@ class Choice:
         others: the other graphs of the step, as the plan sees them.
         speed_workspace_bytes: what one kernel may hold inside for its speed.
         peak_bytes: what counts against the budget.
+        is_cut_short: the search ended because it had lowered as much as it may.
     """
 
     plan: Plan | None
     others: OtherGraphs
     speed_workspace_bytes: int
     peak_bytes: int
+    is_cut_short: bool = False
 
     def entry(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -41,6 +43,7 @@ class Choice:
             "others": asdict(self.others),
             "speed_workspace_bytes": self.speed_workspace_bytes,
             "peak_bytes": self.peak_bytes,
+            "is_cut_short": self.is_cut_short,
         }
 
     @staticmethod
@@ -55,6 +58,7 @@ class Choice:
                 OtherGraphs(**entry["others"]),
                 entry["speed_workspace_bytes"],
                 entry["peak_bytes"],
+                entry["is_cut_short"],
             )
         except (KeyError, TypeError, AttributeError, PlanError):
             return None
@@ -67,6 +71,7 @@ def refusal_entry(refusal: InfeasibleBudgetError) -> dict[str, Any]:
         "minimum_bytes": refusal.minimum_bytes,
         "operator": refusal.operator,
         "largest": [list(storage) for storage in refusal.largest],
+        "advice": refusal.advice,
     }
 
 
@@ -80,6 +85,7 @@ def refusal_of_entry(entry: Mapping[str, Any] | None) -> InfeasibleBudgetError |
             minimum_bytes=entry["minimum_bytes"],
             operator=entry["operator"],
             largest=[(name, size_bytes) for name, size_bytes in entry["largest"]],
+            advice=entry["advice"],
         )
     except (KeyError, TypeError, ValueError):
         return None

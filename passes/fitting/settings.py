@@ -71,6 +71,13 @@ SPEED_WORKSPACE_COST_SHARE: Final = 0.1
 """Share of a step's compute that may be computed again for that.  On ConvNeXt at 80 % of its peak
 the default layouts took a quarter of the step; the share itself was not measured."""
 
+# Lowering
+
+NODES_LOWERED_PER_S: Final = 250
+"""Operators of emitted graphs that are lowered in a second of option `lowering_s`.  Lowering took
+3.7 to 6.9 ms for each on two cores that other jobs shared (BERT, ViT, the mixture of experts; scale
+quick)."""
+
 # Ample budgets
 
 AMPLE: Final = 2

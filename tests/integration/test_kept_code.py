@@ -221,6 +221,7 @@ def test_each_thing_that_the_code_depends_on_makes_another_key() -> None:
         "planner": ((model(), x), {"planner": "dtr"}),
         "heuristic": ((model(), x), {"heuristic": "h_lru"}),
         "seconds of planning": ((model(), x), {"planning_s": 3.0}),
+        "seconds of lowering": ((model(), x), {"lowering_s": 3.0}),
         "Inductor's settings": ((model(), x), {"inductor": {"max_fusion_size": 7}}),
         "reserve": ((model(), x), {"reserve": 100}),
         "the budget of the step": ((model(), x), {"assignment": Assignment(1000)}),
@@ -388,6 +389,7 @@ def test_summaries_as_entries() -> None:
             "budget_bytes",
             "is_default",
             "saves_least",
+            "is_cut_short",
         )
 
 

@@ -322,6 +322,7 @@ CHANGES: list[dict[str, Any]] = [
     {"planner": "dtr"},
     {"heuristic": "h_lru"},
     {"planning_s": 0.01},
+    {"lowering_s": 0.01},
     {"inductor": {"max_fusion_size": 7}},
 ]
 

@@ -189,6 +189,7 @@ def test_anything_is_either_a_positive_budget_or_an_option_error(value: object) 
         ({"heuristic": 3}, "option 'heuristic' must be the name of a heuristic, not 3"),
         ({"planning_s": "5"}, "option 'planning_s' must be a number of seconds"),
         ({"planning_s": -1}, "0 or more, not -1"),
+        ({"lowering_s": -1}, "option 'lowering_s' must be a number of seconds, 0 or more"),
         ({"planning_s": float("nan")}, "0 or more, not nan"),
         ({"planning_s": True}, "option 'planning_s' must be a number of seconds"),
         ({"cost_model": "measure"}, "unknown cost model 'measure'. Did you mean 'measured'?"),
@@ -309,6 +310,7 @@ class TestWhichSourceWins:
             ("planner", "dtr", "dtr"),
             ("heuristic", sorted(HEURISTICS)[0], sorted(HEURISTICS)[0]),
             ("planning_s", "1.5", 1.5),
+            ("lowering_s", "20", 20.0),
             ("cost_model", "measured", "measured"),
             ("compiler", "eager", "eager"),
             (
