@@ -7,8 +7,8 @@ nothing is drawn.  Every so many, one runs under Inductor as well: gradients tho
 ``torch.compile``, and the allocator within the promise.  A failure is one seed to repeat, and the
 fewest moves at which it still fails.
 
-A module that takes longer than ``--limit-s`` is given up and listed: with symbolic sizes, PyTorch's
-own tracing of nested views may take hours.
+A module that takes more CPU time than ``--limit-s`` is given up and listed: with symbolic sizes,
+PyTorch's own tracing of nested views may take hours.
 
 With ``--sizes`` each module is called with batches of random sizes instead, training and evaluation
 mixed, at a random budget in bytes that must hold in every call.
@@ -57,13 +57,13 @@ def limited(limit_s: float) -> Iterator[None]:
     def stop(_number: int, _frame: object) -> None:
         raise OutOfTime
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit_s, 5)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, limit_s, 5)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def fewest_moves(seed: int, failing: Callable[[Case], object]) -> int:
@@ -86,7 +86,7 @@ def main() -> int:
         "--inductor-every", type=int, default=50, help="one of so many under Inductor; 0: none"
     )
     parser.add_argument("--sizes", action="store_true", help="calls of random sizes")
-    parser.add_argument("--limit-s", type=float, default=120, help="seconds a module may take")
+    parser.add_argument("--limit-s", type=float, default=120, help="CPU seconds a module may take")
     parser.add_argument("--quick", action="store_true", help="two modules, none under Inductor")
     arguments = parser.parse_args()
     count = 2 if arguments.quick else arguments.count

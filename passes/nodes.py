@@ -6,6 +6,7 @@ Only looks at a node: its target's schema and tags, and the fake value in ``node
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -228,8 +229,11 @@ def settled_number(node: fx.Node) -> int | float | None:
 
 
 def _is_view_target(target: object) -> bool:
-    if not isinstance(target, OpOverload):
-        return False
+    return isinstance(target, OpOverload) and _is_view(target)
+
+
+@functools.cache
+def _is_view(target: OpOverload) -> bool:
     if target.overloadpacket in _VIEW_PACKETS:
         return True
     if target.overloadpacket in _NOT_VIEW_PACKETS:

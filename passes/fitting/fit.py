@@ -322,13 +322,19 @@ def fit(
         return _Fit(captured, planner, model).run(limits, is_whole_peak, always_emit)
 
 
+_is_frozen_by_others = False
+
+
 @contextlib.contextmanager
 def _only_new_objects_collected() -> Iterator[None]:
     """Have Python's cycle collector leave alone what is there already, all of PyTorch above all.
 
     Each lowering leaves cycles, and looking for them among everything took an eighth of the time.
     """
-    if gc.get_freeze_count():  # somebody does so already
+    global _is_frozen_by_others
+    # To count what is frozen takes a tenth of a second if PyTorch is, so that is not done again.
+    _is_frozen_by_others = _is_frozen_by_others or gc.get_freeze_count() > 0
+    if _is_frozen_by_others:
         yield
         return
     gc.freeze()
