@@ -110,7 +110,12 @@ from torch._inductor.pattern_matcher import is_match
 from torch._inductor.codegen import cpp as cpp_codegen
 from torch._inductor.codegen.cpp import CppKernel, CppScheduling, CppVecKernel
 from torch._inductor.codegen.wrapper import AllocateLine
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+from torch._inductor.cpu_vec_isa import (
+    VecAVX512VNNI,
+    VecISA,
+    supported_vec_isa_list,
+    x86_isa_checker,
+)
 from torch._inductor.ir import NHWC_STRIDE_ORDER, ExternKernel, TensorBox
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.output_code import CompiledFxGraph

@@ -34,7 +34,7 @@ from dtrcompile.passes.inductor.loaded_code import noting_code
 from dtrcompile.passes.inductor.lowering import marks_text
 from dtrcompile.passes.inductor.patches import Purpose, applied
 from dtrcompile.passes.inductor.step import is_planned, planned_config
-from dtrcompile.passes.inductor.vector_instructions import find_out_beforehand
+from dtrcompile.passes.inductor.vector_instructions import compile_checks_beforehand
 from dtrcompile.passes.program.sizes import at_sizes
 from dtrcompile.passes.torch_private import (
     BypassAOTAutogradCache,
@@ -44,7 +44,6 @@ from dtrcompile.passes.torch_private import (
     compile_fx_inner,
     dynamo_timed,
     functorch_config,
-    inductor_config,
     keeps_graph,
     min_cut_rematerialization_partition,
 )
@@ -135,8 +134,7 @@ def compile_inductor(
         return _not_compiled
     patches = inductor_patches(options)
     if (kept is None or kept.entry is None) and _is_on_cpu(example_inputs):
-        with inductor_config.patch(patches):
-            find_out_beforehand()
+        compile_checks_beforehand()
     patches["custom_partitioner_fn"] = DTRPartitioner(options)
     # AOTAutograd's cache skips the partitioner, and with it the plan and its report, so it may be
     # asked only where these are kept as well.
