@@ -111,6 +111,7 @@ from torch._inductor.codegen import cpp as cpp_codegen
 from torch._inductor.codegen.cpp import CppKernel, CppScheduling, CppVecKernel
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.cpu_vec_isa import (
+    VecAVX512,
     VecAVX512VNNI,
     VecISA,
     supported_vec_isa_list,

@@ -17,6 +17,7 @@ import threading
 import torch
 
 from dtrcompile.passes.torch_private import (
+    VecAVX512,
     VecAVX512VNNI,
     VecISA,
     inductor_config,
@@ -62,6 +63,10 @@ def _checks() -> list[tuple[VecISA, str]]:
         if all(flag in flags for flag in str(known).split()):
             isa = type(known)()
             found.append((isa, VecISA._avx_code))
+            if isinstance(isa, VecAVX512) and torch.cpu._is_avx512_bf16_supported():
+                with_bf16 = type(known)()
+                with_bf16._arch_flags += " -mavx512bf16"
+                found.append((with_bf16, VecAVX512._avx512_bf16_code))
             if isinstance(isa, VecAVX512VNNI) and torch.cpu._is_vnni_supported():
                 found.append((isa, VecAVX512VNNI._avx512_vnni_code))
     return found
