@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,8 @@ def test_inductor_finds_all_that_it_asks_for(tmp_path: Path) -> None:
     are_untouched, beforehand, afterwards, valid = run(tmp_path)
     assert are_untouched
     assert beforehand == afterwards
-    assert bool(valid) == bool(beforehand)
+    if platform.machine() == "x86_64":  # elsewhere, Inductor compiles nothing of the kind
+        assert bool(valid) == bool(beforehand)
 
 
 def test_nothing_is_compiled_where_the_user_says_what_there_is(tmp_path: Path) -> None:
