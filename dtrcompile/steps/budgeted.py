@@ -75,9 +75,18 @@ class BudgetedGraph:
                 self._by_options[key] = self._make(wanted)
             self._current, self._options = self._by_options.pop(key), wanted
             self._by_options[key] = self._current  # the last, which is the latest
-            if len(self._by_options) > _MAX_BUDGETS:
+            max_budgets = 1 if _may_hold_memory(wanted) else _MAX_BUDGETS
+            while len(self._by_options) > max_budgets:
                 self._by_options.pop(next(iter(self._by_options)))
             self._wanted = None
+
+
+def _may_hold_memory(options: Options) -> bool:
+    """Whether code holds memory of the device when it does not run, as CUDA graphs do."""
+    return (
+        options.inductor_mode in ("reduce-overhead", "max-autotune")
+        or options.inductor_patches.get("triton.cudagraphs", False) is True
+    )
 
 
 class _Budgets:
@@ -112,7 +121,8 @@ def set_budget(model: nn.Module, budget: object) -> None:
     The budget holds from the next step on, for all graphs that read a parameter of the model, those
     that are compiled later included.  Each graph is compiled for a new budget when it is next
     called; what was compiled for the last eight budgets is kept, so going back to one of them
-    compiles nothing.  Other options stay as they are.
+    compiles nothing.  (With CUDA graphs, which hold memory, only the present one is kept.)  Other
+    options stay as they are.
 
     A budget that cannot be met raises `InfeasibleBudgetError` when the model is next called; set
     another one then.
@@ -138,6 +148,14 @@ def set_budget(model: nn.Module, budget: object) -> None:
             _budgets.budgets[parameter] = wanted
     for graph in graphs:
         graph.want(wanted)
+    if not graphs and any(_budgets.graphs.values()):
+        log.warning(
+            "set_budget found no compiled graph that reads a parameter of %s. The budget applies to"
+            " graphs that are compiled from now on and that read one. If the model is sharded"
+            " (FSDP), or if other tensors took the place of its parameters, compile it again with"
+            " options={'budget': ...}.",
+            type(model).__name__,
+        )
 
 
 def forget_graphs() -> None:

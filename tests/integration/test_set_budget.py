@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import dtrcompile
 from dtrcompile import InfeasibleBudgetError, OptionError, set_budget
+from dtrcompile.options import Options
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 from dtrcompile.report import compilations
 from dtrcompile.steps import budgeted
@@ -99,6 +100,26 @@ def test_the_budget_that_was_left_longest_ago_is_forgotten(
         if compilations() > before:
             compiled_for.append(budget)
     assert compiled_for == ["80%", "70%", "80%"]
+
+
+def test_cuda_graphs_of_other_budgets_are_not_kept() -> None:
+    for inductor, may in (
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"triton.cudagraphs": True}, True),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({}, False),
+    ):
+        assert budgeted._may_hold_memory(Options.parse({"inductor": inductor})) is may
+
+
+def test_a_model_whose_graphs_are_not_found_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = model_and_rows()
+    set_budget(WithLoss(1), "60%")
+    assert "found no compiled graph" not in caplog.text  # none was compiled yet
+    step(compile_dtr(model, "100%"), x)
+    set_budget(WithLoss(1), "60%")
+    assert "set_budget found no compiled graph that reads a parameter of WithLoss" in caplog.text
 
 
 def test_a_step_ends_under_the_budget_that_it_began_with() -> None:
