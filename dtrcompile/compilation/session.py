@@ -48,6 +48,7 @@ from dtrcompile.outside.surroundings import SurroundingBytes
 from dtrcompile.passes.errors import format_bytes
 from dtrcompile.passes.fitting.fit import Limits, Outcome
 from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.fitting.settings import AMPLE
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.inductor import Wrapper
 from dtrcompile.passes.program.program import Program, StorageKind
@@ -247,9 +248,12 @@ class Session:
         others, budget_bytes = self.outcome.others, self.outcome.budget_bytes
         if self.options.is_whole_peak:
             budget_bytes = baseline.peak_bytes
+        # Of backward, there is no more than the estimate, and no way back once it has begun: the
+        # budget must look ample beside what forward holds, too.
+        needed = AMPLE if backward_follows and not self.options.is_whole_peak else 1
         if (
             budget_bytes is not None
-            and baseline.peak_with(others) > budget_bytes - others.outside_bytes
+            and needed * baseline.peak_with(others) > budget_bytes - others.outside_bytes
         ):
             self.state = SessionState.TOO_LARGE
             if self.kept is not None:
