@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -59,18 +60,45 @@ def are_unheld(holders: Sequence[int]) -> bool:
     return all(n <= _UNHELD[0] for n in holders)
 
 
+# Set on the nodes of calls that were found.
+_IS_KNOWN = "_dtrcompile_is_known"
+# Between an output and the compiled function's node, there are a view or a copy or two.
+_MAX_NODES_LOOKED_AT = 32
+
+
 def backward_node(result: Any) -> Any:
-    """The autograd node of a compiled graph's outputs, None without one."""
+    """The autograd node of the call that has just returned these outputs, None without one.
+
+    To be asked once for each call: a node that was found belongs to that call, and is not taken for
+    the node of a later one that returns, or writes into, what that call returned.
+    """
     if not torch.is_grad_enabled():
         return None
     for output in result if isinstance(result, (tuple, list)) else (result,):
-        node = output.grad_fn if isinstance(output, torch.Tensor) else None
-        # An output that is a view is made from the compiled function's by autograd.  Asked of the
-        # type, because reading the attribute unpacks what was saved, or raises if it is gone.
-        while node is not None and not hasattr(type(node), "saved_tensors"):
-            node = node.next_functions[0][0] if node.next_functions else None
+        node = _unknown_compiled(output.grad_fn) if isinstance(output, torch.Tensor) else None
         if node is not None:
+            setattr(node, _IS_KNOWN, True)
             return node
+    return None
+
+
+def _unknown_compiled(first: Any) -> Any:
+    """The nearest node of a compiled function that no earlier call was found to have.
+
+    Autograd makes an output that is a view from the compiled function's, and an input that was
+    written into by a copy: its node has the input's earlier node before the compiled function's.
+    """
+    left, seen = deque([first]), 0
+    while left and seen < _MAX_NODES_LOOKED_AT:
+        node = left.popleft()
+        seen += 1
+        if node is None or hasattr(node, _IS_KNOWN):
+            continue
+        # Asked of the type, because reading the attribute unpacks what was saved, or raises if it
+        # is gone.
+        if hasattr(type(node), "saved_tensors"):
+            return node
+        left.extend(following for following, _ in node.next_functions)
     return None
 
 
