@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -545,7 +545,7 @@ def check_sizes(case: Case, share: float, dynamic: bool | None) -> str:
     try:
         expected = observe_dtr(case.calls, UNBUDGETED, dynamic=dynamic)
     except TorchRuntimeError:
-        if _is_traced(case, dynamic):
+        if _is_compiled(case, "eager", dynamic):
             raise
         return "refused by Dynamo"
     if not module.draws and not module.is_rounded:
@@ -569,11 +569,11 @@ def check_sizes(case: Case, share: float, dynamic: bool | None) -> str:
     return "recomputed" if any(r.recomputed for r in dtrcompile.reports()) else "kept"
 
 
-def _is_traced(case: Case, dynamic: bool | None) -> bool:
-    """Whether Dynamo gets graphs of the module, whatever compiles them."""
+def _is_compiled(case: Case, backend: str, dynamic: bool | None) -> bool:
+    """Whether PyTorch itself compiles the module; with backend ``eager``, Dynamo only traces it."""
     try:
-        observe(case.calls, lambda c: torch.compile(c, backend="eager", dynamic=dynamic))
-    except TorchRuntimeError:
+        observe(case.calls, lambda c: torch.compile(c, backend=backend, dynamic=dynamic))
+    except (TorchRuntimeError, BackendCompilerFailed):
         return False
     return True
 
@@ -616,7 +616,14 @@ def check_sizes_inductor(case: Case, share: float, dynamic: bool | None) -> str:
         return "refused by PyTorch"
     if not any(plain[f"gradients {call}"] for call in range(VARIED_CALLS)):
         return "nothing to train"
-    observe(case.calls, lambda c: compile_dtr(c, UNBUDGETED, compiler="inductor", dynamic=dynamic))
+    try:
+        observe(
+            case.calls, lambda c: compile_dtr(c, UNBUDGETED, compiler="inductor", dynamic=dynamic)
+        )
+    except BackendCompilerFailed:
+        if _is_compiled(case, "inductor", dynamic):
+            raise
+        return "refused by Inductor"
     unbudgeted_bytes = max(r.baseline_peak_bytes for r in dtrcompile.reports())
 
     def run(named: object) -> None:
