@@ -21,8 +21,11 @@ _WRAPPER = Wrapper("code" * 50_000, {}, {"buf0": 3}, {"buf0": 7}, frozenset({1, 
 
 
 @pytest.fixture(autouse=True)
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also where tests that run side by side compile their kernels one by one."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with inductor_config.patch(compile_threads=2):
+        yield
 
 
 @pytest.fixture
