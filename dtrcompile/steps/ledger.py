@@ -46,6 +46,7 @@ from dtrcompile.passes.fitting.fit import as_it_is
 from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.program.replay import replay
+from dtrcompile.report import compilations
 from dtrcompile.steps.autograd_nodes import are_unheld, waits
 from dtrcompile.steps.calls import Call, external_bytes, related
 from dtrcompile.steps.planned import Assignment, Planned, is_small
@@ -95,6 +96,7 @@ class Ledger:
         if options.counts_optimizers:
             before_steps(weakref.ref(self), Ledger.before_optimizer_step)
         self.step_check: StepCheck | None = None
+        self.n_compiled_when_collected = 0
 
     @property
     def is_recording(self) -> bool:
@@ -533,12 +535,16 @@ class Ledger:
     # In the backward of a step that is recorded
 
     def collect_garbage(self) -> None:
-        """Collect garbage once in an observed step, before its first backward.
+        """Collect garbage once in an observed step, before its first backward, and in a recorded
+        step if anything was compiled since.
 
         Compiling leaves reference cycles that hold the user's frames, and with them tensors that
         the user no longer holds.
         """
-        if self.recording.is_observing and all(c.live_outputs is None for c in self.calls):
+        is_first = self.recording.is_observing and all(c.live_outputs is None for c in self.calls)
+        n_compiled = compilations()
+        if is_first or (self.is_recording and n_compiled != self.n_compiled_when_collected):
+            self.n_compiled_when_collected = n_compiled
             gc.collect()
 
     def before_backward(self, graph: SharedGraph, waiting: Waiting) -> None:
