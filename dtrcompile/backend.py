@@ -17,7 +17,6 @@ from dtrcompile.outside.uncompiled import forget, graph_break, listen
 from dtrcompile.passes.graphs.modules import output_arguments, placeholders
 from dtrcompile.passes.graphs.recurrent import unroll_recurrent
 from dtrcompile.passes.graphs.regions import inline_regions
-from dtrcompile.passes.inductor.vector_instructions import compile_checks_beforehand
 from dtrcompile.passes.nodes import hint
 from dtrcompile.steps.budgeted import (
     BudgetedGraph,
@@ -162,9 +161,6 @@ def _reset() -> None:
 dtr.reset = _reset  # type: ignore[attr-defined]
 # From here on, because a model that Dynamo does not compile at all does not reach the backend.
 listen()
-# While Dynamo traces the first model; with an accelerator, only if a graph runs on the CPU.
-if not torch.accelerator.is_available():
-    compile_checks_beforehand()
 
 
 def _device_of(parameters: Iterable[torch.Tensor], inputs: Iterable[object]) -> torch.device:
