@@ -103,7 +103,7 @@ class CompileEvents:
 
     def write_chrome_trace(self, path: Path) -> None:
         """A flame chart, for ``chrome://tracing`` and Perfetto."""
-        path.write_text(json.dumps({"traceEvents": list(_chrome_events(self.events))}))
+        path.write_text(json.dumps({"traceEvents": _chrome_events(self.events)}))
 
 
 def _add(found: Counter[str], event: Event, around: str) -> None:

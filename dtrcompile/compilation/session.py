@@ -48,7 +48,6 @@ from dtrcompile.outside.surroundings import SurroundingBytes
 from dtrcompile.passes.errors import format_bytes
 from dtrcompile.passes.fitting.fit import Limits, Outcome
 from dtrcompile.passes.fitting.measured import Measured
-from dtrcompile.passes.fitting.settings import AMPLE
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.inductor import Wrapper
 from dtrcompile.passes.program.program import Program, StorageKind
@@ -248,13 +247,15 @@ class Session:
         others, budget_bytes = self.outcome.others, self.outcome.budget_bytes
         if self.options.is_whole_peak:
             budget_bytes = baseline.peak_bytes
-        # Of backward, there is no more than the estimate, and no way back once it has begun: the
-        # budget must look ample beside what forward holds, too.
-        needed = AMPLE if backward_follows and not self.options.is_whole_peak else 1
-        if (
+        is_too_large = (
             budget_bytes is not None
-            and needed * baseline.peak_with(others) > budget_bytes - others.outside_bytes
-        ):
+            and baseline.peak_with(others) > budget_bytes - others.outside_bytes
+        )
+        if backward_follows and budget_bytes is not None and not self.options.is_whole_peak:
+            # Of backward, there is no more than the estimate, and no way back once it has begun:
+            # the budget must look ample beside what forward holds, too.
+            is_too_large = not Limits(budget_bytes, others).are_ample(baseline)
+        if is_too_large:
             self.state = SessionState.TOO_LARGE
             if self.kept is not None:
                 self.kept.write_off(TOO_LARGE)

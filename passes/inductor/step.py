@@ -131,7 +131,7 @@ def _lowered(
     is_inference = captured.backward is None
     _mark_user_visible(graphs[0], captured.num_fwd_outputs, False, is_inference)
     if is_inference:
-        forward = _lowered_forward(captured, graphs[0], is_inference)
+        forward = _lowered_forward(captured, graphs[0])
         return LoweredStep(captured, tuple(graphs), forward, None)
     backward = graphs[1]
     _mark_user_visible(backward, captured.num_fwd_outputs, True, False)
@@ -141,27 +141,26 @@ def _lowered(
         "is_inference": False,
     }
     donated = _donated(graphs, captured.num_fwd_outputs)
+    inputs_of_backward = placeholders(backward)
     lowered: list[Wrapper] = []
 
     def lower_backward(from_forward: Sequence[object]) -> Wrapper:
-        inputs = [value(n) for n in placeholders(backward)]
+        inputs = [value(n) for n in inputs_of_backward]
         for i, received in enumerate(from_forward):
             if isinstance(received, torch.Tensor):
                 inputs[i] = _restrided(inputs[i], received.stride())
-                expected_strides[placeholders(backward)[i].name] = received.stride()
+                expected_strides[inputs_of_backward[i].name] = received.stride()
         with _donating(donated):
             lowered[:] = [lower_graph(backward, inputs, **lowering_backward, beside=beside)]
             return lowered[0]
 
     beside = None
     if not captured.symbols and device_of(captured).type == "cpu" and may_fork():
-        inputs = [
-            _restrided(value(n), expected_strides.get(n.name)) for n in placeholders(backward)
-        ]
+        inputs = [_restrided(value(n), expected_strides.get(n.name)) for n in inputs_of_backward]
         with _donating(donated):
             beside = lower_beside(backward, inputs, **lowering_backward)
     try:
-        forward = _lowered_forward(captured, graphs[0], is_inference)
+        forward = _lowered_forward(captured, graphs[0])
         recorder = Recorder(captured.allocator)
         run_step(recorder, forward, lower_backward, _surroundings(captured, graphs))
     finally:
@@ -170,13 +169,13 @@ def _lowered(
     return LoweredStep(captured, tuple(graphs), forward, lowered[0])
 
 
-def _lowered_forward(captured: Captured, forward: fx.GraphModule, is_inference: bool) -> Wrapper:
+def _lowered_forward(captured: Captured, forward: fx.GraphModule) -> Wrapper:
     return lower_graph(
         forward,
         [value(n) for n in placeholders(forward)],
         static_input_indices=captured.static_input_indices,
         is_backward=False,
-        is_inference=is_inference,
+        is_inference=captured.backward is None,
     )
 
 

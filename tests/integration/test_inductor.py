@@ -27,9 +27,10 @@ from torch._inductor.scheduler import Scheduler
 from torch.nn.attention.flex_attention import flex_attention
 
 import dtrcompile
-from dtrcompile.compilation import planning, session
+from dtrcompile.compilation import planning
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
+from dtrcompile.passes.fitting import fit
 from dtrcompile.passes.fitting.inductor_model import InductorModel
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.graphs.capture import Captured
@@ -332,7 +333,7 @@ def test_a_budget_that_only_looked_ample_is_kept_or_refused() -> None:
     compiled = compile_dtr(module, peak_bytes - 1, compiler="inductor")
     with (
         mock.patch.object(InductorModel, "guess", guess_low),
-        mock.patch.object(session, "AMPLE", 1),
+        mock.patch.object(fit, "AMPLE", 1),
     ):
         for _ in range(2):
             with pytest.raises(VerificationError, match="pass one below"):
