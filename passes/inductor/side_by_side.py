@@ -4,6 +4,10 @@ The other process is forked, so it has the graphs and all of PyTorch at once.  I
 as JSON into a pipe and exits.  Where it fails, or where the wrapper cannot be written as JSON, the
 graph is lowered in this process instead, with the same result.
 
+The other process lets go of every file that it inherited.  Where another thread starts a program
+at that moment, among these files are the ends of its pipes: the thread would wait until the forked
+process ends, with its locks, for which the forked process and this one may wait in turn.
+
 No process is forked once an accelerator or `torch.distributed` is in use: CUDA cannot be used after
 a fork, and a fork may move the memory that a network card was told of.
 """
@@ -100,6 +104,7 @@ def _write_and_exit(pipe: int, lower: Callable[[], Wrapper], n_threads: int) -> 
     """What the other process does; it exits without flushing or closing what it inherited."""
     status = 1
     try:
+        _let_go_of_files(pipe)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches both
         # OpenMP's threads are not there after a fork.  Inductor must see their number all the same.
         torch.set_num_threads(1)
@@ -114,3 +119,16 @@ def _write_and_exit(pipe: int, lower: Callable[[], Wrapper], n_threads: int) -> 
         pass  # the other process lowers the graph itself, and says what is wrong with it
     finally:
         os._exit(status)
+
+
+def _let_go_of_files(but: int) -> None:
+    """Put `os.devnull` in the place of every open file but the standard streams and one more.
+
+    The numbers stay in use: an object that closes its own file later closes no other.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        file = int(name)
+        if file > 2 and file not in (but, null):
+            os.dup2(null, file, inheritable=False)
+    os.close(null)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import time
 from collections.abc import Callable, Iterator
 
@@ -72,6 +73,24 @@ def test_a_process_that_is_stuck_is_given_up(
         return _WRAPPER
 
     assert beside(wait).wrapper() is None
+
+
+def test_the_other_process_holds_no_pipe_of_another_thread(
+    beside: Callable[..., LoweredBeside],
+) -> None:
+    """A thread that starts a program reads from a pipe until nobody can write into it."""
+
+    def wait() -> Wrapper:
+        time.sleep(600)
+        return _WRAPPER
+
+    read_end, write_end = os.pipe()
+    beside(wait)
+    os.close(write_end)
+    is_ended, _, _ = select.select([read_end], [], [], 60)
+    assert is_ended
+    assert os.read(read_end, 1) == b""
+    os.close(read_end)
 
 
 def test_the_other_process_sees_the_number_of_threads(
