@@ -65,6 +65,7 @@ from torch.fx.experimental.symbolic_shapes import (
     free_symbols,
     is_symbol_binding_fx_node,
 )
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -117,7 +118,7 @@ from torch._inductor.cpu_vec_isa import (
     supported_vec_isa_list,
     x86_isa_checker,
 )
-from torch._inductor.ir import NHWC_STRIDE_ORDER, ExternKernel, TensorBox
+from torch._inductor.ir import NHWC_STRIDE_ORDER, ExternKernel, IRNode, TensorBox
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.scheduler import SchedulerNode

@@ -23,6 +23,8 @@ from dtrcompile.passes.torch_private import (
     ExternKernel,
     GraphLowering,
     InductorChoices,
+    IRNode,
+    OrderedSet,
     TensorBox,
     V,
     is_match,
@@ -80,9 +82,12 @@ def run_node_and_realize(graph: Any, node: Any) -> Any:
     with lowered_in(graph, node):
         result = _RUN_NODE(graph, node)
     if mark_of(node).is_buffer and isinstance(result, TensorBox):
-        if len(result.get_size()) == 4 and node in graph.nodes_prefer_channels_last:
-            return ExternKernel.require_stride_order(result, NHWC_STRIDE_ORDER)
+        # Before it is asked for a layout: what is no buffer yet would be copied into one that does
+        # not know which node it was lowered from.
         result.realize()
+        if len(result.get_size()) == 4 and node in graph.nodes_prefer_channels_last:
+            with IRNode.current_origins(OrderedSet([node])):
+                return ExternKernel.require_stride_order(result, NHWC_STRIDE_ORDER)
     return result
 
 

@@ -25,7 +25,7 @@ from dtrcompile.passes.graphs import emit as emit_module
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, emit, free
 from dtrcompile.passes.graphs.verify import verify_emitted
-from dtrcompile.passes.inductor import ScheduleTrace, Wrapper
+from dtrcompile.passes.inductor import ScheduleTrace, Wrapper, lower, trace
 from dtrcompile.passes.inductor.patches import keep_plan_order
 from dtrcompile.passes.inductor.schedule_trace import Cause, Moment
 from dtrcompile.passes.inductor.step import _static_in_backward
@@ -491,6 +491,30 @@ def test_a_dead_buffer_is_taken_at_once_or_not_at_all(
     free_line = SimpleNamespace(scheduler=there if is_other else here, scheduler_node_index=free_at)
     with keep_plan_order():
         assert AllocateLine.should_reuse_buffer(line, free_line, 64) is expected
+
+
+class ConvNet(nn.Module):
+    """On a CPU, Inductor makes its images channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential()
+        for channels in (3, 8, 8):
+            conv = nn.Conv2d(channels, 8, 3, padding=1, bias=False)
+            self.layers.extend([conv, nn.BatchNorm2d(8), nn.ReLU()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_a_buffer_of_any_layout_belongs_to_a_step_of_the_plan() -> None:
+    captured = captured_of(ConvNet(), torch.randn(4, 3, 16, 16))
+    _, emitted = smallest(captured)
+    assert emitted.backward is not None
+    schedule = trace(lower(captured, [emitted.forward, emitted.backward]))
+    allocated = [e for e in schedule.events if e.cause is Cause.STORAGE and not e.is_given_back]
+    # A buffer that belongs to no step may be computed anywhere, beside any other.
+    assert {e.buffer for e in allocated if e.step is None} == set()
 
 
 def test_inputs_that_backward_takes_to_stay_are_those_that_inductor_does() -> None:
