@@ -63,6 +63,7 @@ class Mark:
         is_buffer: it has to become a buffer, though it could be computed inside of its readers.
         recomputes: the node that it computes again.
         speed_workspace_bytes: what its kernel may hold inside for the sake of its speed.
+        slack_bytes: what may be held beyond the plan while it runs; None: that is not known.
     """
 
     operator: int | None = None
@@ -74,6 +75,7 @@ class Mark:
     is_buffer: bool = False
     recomputes: str = ""
     speed_workspace_bytes: int = 0
+    slack_bytes: int | None = None
 
 
 _UNMARKED = Mark()

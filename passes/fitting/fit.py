@@ -64,6 +64,7 @@ from dtrcompile.passes.graphs.emit import Emitted, emit
 from dtrcompile.passes.graphs.verify import Verifier
 from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.inductor.layouts import allow_workspace
+from dtrcompile.passes.inductor.plan_order import allow_late_frees
 from dtrcompile.passes.planning.planners import minimum_plan
 from dtrcompile.passes.planning.planners.base import Planner, keep_all
 from dtrcompile.passes.program.plan import Boundary, Free, Plan, Step, refuse_copies
@@ -604,6 +605,11 @@ class _Fit:
                 emitted = emit(self.captured, plan)
                 graphs = [g for g in (emitted.forward, emitted.backward) if g]
                 allow_workspace(graphs, self.speed_workspace_bytes)
+                if not self.captured.symbols:  # at other sizes, other steps hold the most
+                    known, peaks = self.replayed(plan, self.workspaces)
+                    peak_bytes = (peaks.forward_peak_bytes, peaks.backward_peak_bytes)
+                    for graph, most_bytes in zip(graphs, peak_bytes, strict=False):
+                        allow_late_frees(graph, known.during_bytes, most_bytes)
                 self.verifier.verify(plan, timeline, emitted)
             start = time.perf_counter()
             self.say("lowering plan")
@@ -691,7 +697,7 @@ class _Fit:
         if self.model.gains_from_workspace(self.captured):
             speed_workspaces = [budget_bytes // SPEED_WORKSPACE_DIVISOR, 0]
         for self.speed_workspace_bytes in speed_workspaces:
-            best = self.cheapest_of(self.search(search), budget_bytes)
+            best = self.cheapest_of(self.search(search, self.workspaces), budget_bytes)
             if best is None:
                 continue
             if not self.speed_workspace_bytes or self.is_speed_worth_its_cost(best, first):
@@ -721,12 +727,16 @@ class _Fit:
         extra_ns = candidate.stats.cost_ns - replay(self.program, without)[1].cost_ns
         return extra_ns <= SPEED_WORKSPACE_COST_SHARE * self.program.cost_ns
 
-    def search(self, search: BudgetSearch) -> list[Candidate]:
-        """The plans that were measured for a budget, whether they are within it or not."""
+    def search(self, search: BudgetSearch, known: Mapping[int, int]) -> list[Candidate]:
+        """The plans that were measured for a budget, whether they are within it or not.
+
+        Args:
+            known: residuals of operators.
+        """
         found: list[Candidate] = []
         attempts: list[Attempt] = []
         learned_from: set[Plan] = set()
-        known = dict(self.workspaces)
+        known = dict(known)
         while (target := next_target(search, attempts)) is not None:
             plan = self.plan_for(target, known)
             if plan is None and known != self.workspaces:
@@ -762,6 +772,8 @@ class _Fit:
         self.n_measured = 0
         known = dict(self.workspaces)
         tried = [self.minimum(known)]
+        if self.is_floor(tried[0]):
+            return tried[0]
         for _ in range(MAX_LEARNING_ROUNDS):
             if self.agrees(tried[-1], known) or not self.learn(tried[-1], known):
                 break
@@ -776,15 +788,19 @@ class _Fit:
         attempts: list[SmallerAttempt] = []
         least = min(self.peak(c) for c in tried)
         while (target := next_smaller_target(planned_bytes, least, attempts)) is not None:
-            if not self.may_go_on():
+            if any(map(self.is_floor, tried)) or not self.may_go_on():
                 break
             left = smaller_plans_left(attempts)
-            found = self.search(BudgetSearch(target, target, least, left))
+            found = self.search(BudgetSearch(target, target, least, left), known)
             has_fitted = self.cheapest_of(found, target) is not None
             attempts.append(SmallerAttempt(target, least, len(found), has_fitted))
             tried += found
             least = min(self.peak(c) for c in tried)
         return min(tried, key=lambda c: (self.peak(c), c.stats.cost_ns))
+
+    def is_floor(self, candidate: Candidate) -> bool:
+        """Whether no plan holds less."""
+        return candidate.measured.is_floor and self.others == ALONE
 
     def planned_peak(self, plan: Plan, known: Mapping[int, int]) -> int:
         """What the referee, who knows the residuals, says that counts against the budget."""
@@ -795,8 +811,12 @@ class _Fit:
 
     def stats_of(self, plan: Plan, known: Mapping[int, int]) -> PlanStats:
         """The referee's, of the program that knows the residuals."""
+        return self.replayed(plan, known)[1]
+
+    def replayed(self, plan: Plan, known: Mapping[int, int]) -> tuple[MemoryTimeline, PlanStats]:
+        """The same, with what is held at each step."""
         program = with_residuals(self.program, known)
-        return replay(program, replace(plan, program=program.fingerprint))[1]
+        return replay(program, replace(plan, program=program.fingerprint))
 
     def agrees(self, candidate: Candidate, known: Mapping[int, int]) -> bool:
         """Whether next to nothing was lost between plan and schedule."""

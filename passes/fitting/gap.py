@@ -24,7 +24,8 @@ class Gap:
         step: of the plan.
         operator: its name.
         planned_bytes: held while it runs, as the referee counts.
-        held_bytes: the most that the schedule holds when one of its buffers is allocated.
+        held_bytes: the most that the schedule holds when one of its buffers is allocated, without
+            what is freed late on purpose (`Event.late_bytes`).
         by_cause: of what the schedule holds then, what no storage of the program is.
         planned_workspace_bytes: what the plan counts for its library call.
         line: of the wrapper.
@@ -66,13 +67,14 @@ def gaps(program: Program, plan: Plan, trace: ScheduleTrace) -> list[Gap]:
         planned = plan.steps[step]
         if not isinstance(planned, Compute):
             continue
-        if step not in found or live_bytes > found[step].held_bytes:
+        held_bytes = live_bytes - event.late_bytes
+        if step not in found or held_bytes > found[step].held_bytes:
             operator = program.operators[planned.operator]
             found[step] = Gap(
                 step,
                 operator.name,
                 timeline.during_bytes[step],
-                live_bytes,
+                held_bytes,
                 {cause: n for cause, n in apart.items() if n},
                 operator.workspace_bytes,
                 event.line,

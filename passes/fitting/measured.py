@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dtrcompile.passes.fitting.sharing import GraphBytes, OtherGraphs
-from dtrcompile.passes.inductor.schedule_trace import ScheduleTrace, split_of
+from dtrcompile.passes.inductor.schedule_trace import ScheduleTrace, is_floor, split_of
 from dtrcompile.passes.program.program import Phase
 from dtrcompile.passes.program.sizes import Sizes
 
@@ -45,6 +45,7 @@ class Measured:
         forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
         boundary_bytes: held when forward has returned: constants, saved tensors, outputs.
         saved_bytes: held between forward and backward.
+        is_floor: no plan holds less: at the peak there are constants and results alone.
         step_bytes: step of the plan -> the most held in it, where it is known step by step and may
             differ from the referee's; empty for the default split.
         workspace_bytes: operator -> the most that one of its library calls held beside what it
@@ -62,6 +63,7 @@ class Measured:
     backward_peak_bytes: int
     boundary_bytes: int
     saved_bytes: int
+    is_floor: bool = False
     step_bytes: Mapping[int, int] = field(default_factory=dict)
     workspace_bytes: Mapping[int, int] = field(default_factory=dict)
     written_over: frozenset[int] = frozenset()
@@ -84,6 +86,7 @@ class Measured:
             backward_peak_bytes=0 if backward is None else backward.live_bytes,
             boundary_bytes=trace.boundary_bytes(),
             saved_bytes=trace.saved_bytes(),
+            is_floor=is_floor(trace, peak.taken.moment),
             step_bytes=trace.step_bytes(),
             workspace_bytes=trace.workspace_bytes(),
             written_over=trace.written_over,

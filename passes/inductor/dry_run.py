@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from dtrcompile.passes.inductor.plan_order import late_bytes_of
 from dtrcompile.passes.nodes import draws_random_numbers, mark_of
 from dtrcompile.passes.torch_private import (
     CppKernel,
@@ -34,6 +35,7 @@ class Wrapper:
         operators: buffer -> the operator of the program that it belongs to.
         written_over: operators whose result Inductor writes over an input.
         draws: operators that draw random numbers, as they follow each other.
+        late_bytes: buffer -> what the plan has freed before it is computed, and is freed later.
         key: under which it may be kept on disk; None: it may not.
     """
 
@@ -43,6 +45,7 @@ class Wrapper:
     operators: Mapping[str, int] = field(default_factory=dict)
     written_over: frozenset[int] = frozenset()
     draws: tuple[int, ...] = ()
+    late_bytes: Mapping[str, int] = field(default_factory=dict)
     key: str | None = None
 
     def entry(self) -> dict[str, Any]:
@@ -53,6 +56,7 @@ class Wrapper:
             "operators": dict(self.operators),
             "written_over": sorted(self.written_over),
             "draws": list(self.draws),
+            "late_bytes": dict(self.late_bytes),
         }
 
     @staticmethod
@@ -65,6 +69,7 @@ class Wrapper:
             entry["operators"],
             frozenset(entry["written_over"]),
             tuple(entry["draws"]),
+            entry["late_bytes"],
         )
 
 
@@ -82,7 +87,10 @@ def stop_before_compiling(graph: Any) -> Any:
     source = getattr(code, "value", code)
     steps, operators = (_of_buffers(graph, field) for field in ("step", "operator"))
     written, draws = _written_over(graph), _draws(graph)
-    raise Lowered(Wrapper(source, dict(graph.constants), steps, operators, written, draws))
+    late_bytes = late_bytes_of(graph)
+    raise Lowered(
+        Wrapper(source, dict(graph.constants), steps, operators, written, draws, late_bytes)
+    )
 
 
 def _of_buffers(graph: Any, field_name: str) -> dict[str, int]:

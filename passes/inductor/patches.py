@@ -32,7 +32,7 @@ from dtrcompile.passes.inductor.dry_run import codegen_names_only, stop_before_c
 from dtrcompile.passes.inductor.layouts import images_channels_last, prefers_channels_last
 from dtrcompile.passes.inductor.plan_order import (
     SameGroupOnly,
-    flush_before_much_is_freed,
+    flush_before_too_much_is_held,
     in_one_place,
     reuse_at_once,
     run_node_and_realize,
@@ -241,7 +241,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         CppScheduling,
         "ready_to_flush",
-        flush_before_much_is_freed,
+        flush_before_too_much_is_held,
         Purpose.PLAN,
         "a C++ function holds all loops between two library calls, and frees at its end",
         _PLAN_UNTIL,

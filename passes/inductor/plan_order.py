@@ -9,13 +9,18 @@ value into memory.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import fx
 
 from dtrcompile.passes.inductor.layouts import (
     lowered_in,
 )
-from dtrcompile.passes.nodes import mark_of
+from dtrcompile.passes.nodes import mark, mark_of
 from dtrcompile.passes.torch_private import (
     NHWC_STRIDE_ORDER,
     AllocateLine,
@@ -24,6 +29,7 @@ from dtrcompile.passes.torch_private import (
     GraphLowering,
     InductorChoices,
     IRNode,
+    NopKernelSchedulerNode,
     OrderedSet,
     TensorBox,
     V,
@@ -109,34 +115,113 @@ def reuse_at_once(line: Any, free_line: Any, size: int) -> bool:
 _SHOULD_REUSE = AllocateLine.should_reuse_buffer
 
 
-def flush_before_much_is_freed(scheduling: Any) -> bool:
-    """Whether to end a C++ function here.
+def allow_late_frees(gm: fx.GraphModule, during_bytes: Sequence[int], peak_bytes: int) -> None:
+    """Let what a plan has freed be held for longer wherever the peak does not rise for it.
+
+    Args:
+        during_bytes: held while a step of the plan runs, one entry a step.
+        peak_bytes: of the plan, in this graph.
+    """
+    for node in gm.graph.nodes:
+        step = mark_of(node).step
+        if step is not None:
+            mark(node, slack_bytes=max(peak_bytes - during_bytes[step], 0))
+
+
+@dataclass
+class Functions:
+    """The C++ functions of a graph that is lowered.
 
     Inductor puts all loops between two library calls into one function, allocates everything before
-    it and frees everything after it.  The plan frees in between; where that is much, the function
-    ends there.
+    it and frees everything after it.  The plan frees in between.  A function therefore ends where
+    the next loop, with all that the function has not freed yet, would hold more than the plan's
+    peak.  (Not wherever something is freed: each function is one more file for the C++ compiler,
+    which is the larger part of a compilation.)
+
+    Attributes:
+        following: name of a kernel -> the kernel that comes next.
+        buffer_bytes: of each buffer, and of each input that is freed.
+        all_bytes: all that the graph ever allocates.
+        late_bytes: buffer -> what the plan has freed before it is computed, and its function has
+            not.
     """
-    if _READY_TO_FLUSH(scheduling):
-        return True
-    graph: Any = V.graph
-    if not hasattr(graph, "dtr_buffer_bytes"):
-        graph.dtr_buffer_bytes = {name: _bytes_of(graph, name) for name in graph.name_to_buffer}
-        graph.dtr_all_bytes = sum(graph.dtr_buffer_bytes.values())
+
+    following: dict[str, Any]
+    buffer_bytes: dict[str, int]
+    all_bytes: int
+    late_bytes: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(graph: Any) -> Functions:
+        """Of a graph whose kernels are written now."""
+        if hasattr(graph, _FUNCTIONS):
+            known: Functions = getattr(graph, _FUNCTIONS)
+            return known
+        kernels = [
+            node for node in graph.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)
+        ]
+        buffer_bytes = {name: _bytes_of(graph, name) for name in graph.name_to_buffer}
+        all_bytes = sum(buffer_bytes.values())
         # Inputs that are the caller's, in AOTAutograd's naming, are not freed.
-        graph.dtr_buffer_bytes.update(
+        buffer_bytes.update(
             (name, _bytes_of(graph, name))
             for name, given in graph.graph_inputs.items()
             if isinstance(given, TensorBox) and not name.startswith(("primals", "tangents"))
         )
-    names = graph.scheduler.buffer_names_to_free - graph.removed_buffers
-    freed_bytes = sum(graph.dtr_buffer_bytes.get(name, 0) for name in names)
-    return bool(freed_bytes * _FUNCTION_SHARE > graph.dtr_all_bytes)
+        following = {node.get_name(): after for node, after in itertools.pairwise(kernels)}
+        found = Functions(following, buffer_bytes, all_bytes)
+        setattr(graph, _FUNCTIONS, found)
+        return found
+
+    def ends_before_next(self, graph: Any) -> bool:
+        """Whether the function ends before the next loop; if not, what it holds then is noted."""
+        scheduler = graph.scheduler
+        following = self.following.get(scheduler.current_node.get_name())
+        if following is None or following.is_extern() or following.is_template():
+            return False  # it ends there by itself
+        removed, freed = graph.removed_buffers, graph.wrapper_code.freed
+        late_bytes = sum(
+            self.buffer_bytes.get(name, 0)
+            for name in scheduler.buffer_names_to_free
+            if name not in removed and name not in freed
+        )
+        slack_bytes = _slack_bytes(following)
+        if slack_bytes is None:
+            return late_bytes * _FUNCTION_SHARE > self.all_bytes
+        if late_bytes > slack_bytes:
+            return True
+        self.late_bytes.update(dict.fromkeys(following.get_buffer_names(), late_bytes))
+        return False
+
+
+def late_bytes_of(graph: Any) -> dict[str, int]:
+    """Buffer -> what the plan has freed before it is computed, and is freed later."""
+    return Functions.of(graph).late_bytes if hasattr(graph, _FUNCTIONS) else {}
+
+
+def flush_before_too_much_is_held(scheduling: Any) -> bool:
+    """Whether to end a C++ function here."""
+    return _READY_TO_FLUSH(scheduling) or Functions.of(V.graph).ends_before_next(V.graph)
 
 
 _READY_TO_FLUSH = CppScheduling.ready_to_flush
-# What is freed is much if it is this part of all that the graph ever allocates.  Each function is
-# one more file for the C++ compiler, which is the larger part of a compilation.
+# Where Inductor's graph has its `Functions`.
+_FUNCTIONS = "dtr_functions"
+# Where it is not known what may be held: the part of all that the graph ever allocates that is
+# freed late at most.
 _FUNCTION_SHARE = 32
+
+
+def _slack_bytes(scheduler_node: Any) -> int | None:
+    """What may be held beyond the plan while a kernel runs; None if it is not known."""
+    known = [
+        slack_bytes
+        for snode in scheduler_node.get_nodes()
+        if snode.node is not None
+        for origin in snode.node.get_origins()
+        if (slack_bytes := mark_of(origin).slack_bytes) is not None
+    ]
+    return min(known, default=None)
 
 
 def _bytes_of(graph: Any, name: str) -> int:

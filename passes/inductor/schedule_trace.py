@@ -52,6 +52,8 @@ class Event:
         line: of the wrapper.
         operator: of the program, where it is known.
         step: of the plan, where there is one.
+        late_bytes: held beside it that the plan has freed by then, and the schedule frees later,
+            without a higher peak than the plan's.
         size: in symbols, where the wrapper was run on symbols; before rounding.
         is_given_back: tells the two kinds apart where there are no bytes.
     """
@@ -65,6 +67,7 @@ class Event:
     line: str = ""
     operator: int | None = None
     step: int | None = None
+    late_bytes: int = 0
     size: Term | None = None
     is_given_back: bool = False
 
@@ -134,12 +137,13 @@ class ScheduleTrace:
         )
 
     def step_bytes(self) -> dict[int, int]:
-        """Step of the plan -> the most that is held when it takes something."""
+        """Step of the plan -> the most that is held when it takes something, without late frees."""
         found: dict[int, int] = {}
         for moment in self.moments():
             step = moment.taken.step
             if step is not None:
-                found[step] = max(moment.live_bytes, found.get(step, 0))
+                held_bytes = moment.live_bytes - moment.taken.late_bytes
+                found[step] = max(held_bytes, found.get(step, 0))
         return found
 
     def workspace_bytes(self) -> dict[int, int]:
@@ -180,6 +184,19 @@ def split_of(trace: ScheduleTrace, moment: int) -> dict[str, int]:
     return split
 
 
+def is_floor(trace: ScheduleTrace, moment: int) -> bool:
+    """Whether all that is held at a moment is held then by any plan.
+
+    The constants of the step, its results, and the copies that PyTorch makes of results.
+    """
+    kinds = {"parameters", "inputs", "gradients", "outputs"}
+    return all(
+        events[0].cause in (Cause.TANGENT_COPY, Cause.GRADIENT_COPY)
+        or category(trace, serial, events) in kinds
+        for serial, events in trace.live(moment).items()
+    )
+
+
 def category(trace: ScheduleTrace, serial: int, events: Sequence[Event]) -> str:
     """Which line of the report something that is held belongs to."""
     cause = events[0].cause
@@ -196,7 +213,7 @@ def category(trace: ScheduleTrace, serial: int, events: Sequence[Event]) -> str:
 
 
 _FORMAT = "dtrcompile-schedule 1"
-_FIELDS = ("size_bytes", "moment", "serial", "buffer", "line", "operator", "step")
+_FIELDS = ("size_bytes", "moment", "serial", "buffer", "line", "operator", "step", "late_bytes")
 
 
 def to_json(trace: ScheduleTrace) -> str:

@@ -188,6 +188,7 @@ class Recorder:
                 line,
                 self.wrapper.operators.get(buffer),
                 self.wrapper.steps.get(buffer),
+                self.wrapper.late_bytes.get(buffer, 0),
                 term,
             )
 

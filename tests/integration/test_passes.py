@@ -27,6 +27,7 @@ from dtrcompile.passes.graphs.emit import Emitted, emit, free
 from dtrcompile.passes.graphs.verify import verify_emitted
 from dtrcompile.passes.inductor import ScheduleTrace, Wrapper, lower, trace
 from dtrcompile.passes.inductor.patches import keep_plan_order
+from dtrcompile.passes.inductor.plan_order import allow_late_frees
 from dtrcompile.passes.inductor.schedule_trace import Cause, Moment
 from dtrcompile.passes.inductor.step import _static_in_backward
 from dtrcompile.passes.inductor.wrapper_run import (
@@ -517,6 +518,47 @@ def test_a_buffer_of_any_layout_belongs_to_a_step_of_the_plan() -> None:
     assert {e.buffer for e in allocated if e.step is None} == set()
 
 
+class Residuals(nn.Module):
+    """Between two products there are loops, and between the loops values are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = x + y.softmax(0) * y.softmax(1).cumsum(0)
+        return x.square().mean()
+
+
+def test_a_function_ends_where_it_would_hold_more_than_the_plan() -> None:
+    captured = captured_of(Residuals(), torch.randn(64, 32))
+    plan, emitted = smallest(captured)
+    timeline, stats = replay(captured.program, plan)
+    assert emitted.backward is not None
+    graphs = [emitted.forward, emitted.backward]
+
+    def lowered_for(peaks: tuple[int, int]) -> tuple[int, int, dict[int, int]]:
+        """The bytes held, the number of functions, and what each step holds without late frees."""
+        for graph, peak_bytes in zip(graphs, peaks, strict=True):
+            allow_late_frees(graph, timeline.during_bytes, peak_bytes)
+        lowered = lower(captured, graphs)
+        schedule = trace(lowered)
+        assert lowered.backward is not None
+        sources = lowered.forward.source + lowered.backward.source
+        held_bytes = max(moment.live_bytes for moment in schedule.moments())
+        return held_bytes, sources.count("async_compile.cpp"), schedule.step_bytes()
+
+    peaks = stats.forward_peak_bytes, stats.backward_peak_bytes
+    tight_bytes, n_tight, needed = lowered_for(peaks)
+    loose_bytes, n_loose, needed_when_loose = lowered_for((4 * peaks[0], 4 * peaks[1]))
+    assert tight_bytes < loose_bytes
+    assert n_tight > n_loose  # no function is split where that is not needed
+    # What is freed late on purpose is not taken for what an operator needs.
+    assert needed.items() <= needed_when_loose.items()
+
+
 def test_inputs_that_backward_takes_to_stay_are_those_that_inductor_does() -> None:
     graph = fx.Graph()
     for name in ("primals_1", "primals_2", "relu", "tangents_1"):
@@ -691,6 +733,33 @@ def test_what_is_written_over_is_not_counted_twice(
     else:
         # It is seen not to hold in a plan, and the next plan knows.
         assert outcome.measured.peak_bytes <= counted_bytes
+
+
+class Copies(RefereeModel):
+    """A compiler after whose step PyTorch copies results, which is more than any plan holds."""
+
+    def __init__(self) -> None:
+        self.n_measured = 0
+
+    def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
+        self.n_measured += emitted is not None
+        measured = super().measure(captured, emitted, stats)
+        is_plan = emitted is not None
+        held_bytes = replay(captured.program, keep_all(captured.program))[1].peak_bytes - is_plan
+        return replace(
+            measured,
+            peak_bytes=held_bytes,
+            forward_peak_bytes=0,
+            backward_peak_bytes=held_bytes,
+            is_floor=is_plan,
+        )
+
+
+def test_the_search_for_the_smallest_ends_with_what_every_plan_holds(mlp: Captured) -> None:
+    model = Copies()
+    outcome = fit(mlp, make_planner("auto"), lambda _: Limits(None), model)
+    assert outcome.chosen is not None
+    assert model.n_measured == 1
 
 
 class ExtraWhenOdd(RefereeModel):

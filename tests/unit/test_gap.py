@@ -14,6 +14,7 @@ from dtrcompile.passes.inductor.schedule_trace import (
     Event,
     ScheduleTrace,
     from_json,
+    is_floor,
     to_json,
 )
 from dtrcompile.passes.planning.planners.base import keep_all
@@ -153,3 +154,25 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["gap", *map(str, files)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "not a schedule" in line
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_result", "expected"),
+    [
+        (Cause.PARAMETER, False, True),
+        (Cause.GRADIENT_COPY, False, True),
+        (Cause.STORAGE, True, True),
+        (Cause.STORAGE, False, False),  # a temporary, which another plan need not hold
+        (Cause.WORKSPACE, False, False),
+    ],
+)
+def test_what_every_plan_holds(cause: Cause, is_result: bool, expected: bool) -> None:
+    first = Event(8, Cause.PARAMETER, Phase.FORWARD, 0, 1)
+    freed = Event(8, Cause.STORAGE, Phase.FORWARD, 1, 2)
+    last = Event(8, cause, Phase.BACKWARD, 2, 3)
+    given_back = Event(-8, Cause.STORAGE, Phase.BACKWARD, 2, 2, is_given_back=True)
+    schedule = ScheduleTrace(
+        (first, freed, given_back, last), gradients=frozenset({3} if is_result else ())
+    )
+    assert is_floor(schedule, 2) is expected
+    assert not is_floor(schedule, 1)
