@@ -90,6 +90,9 @@ def fresh_state() -> Iterator[None]:
     yield
     dtrcompile.reset_defaults()
     dtrcompile.clear_reports()
+    if "dtrcompile.steps.ledger" in sys.modules:
+        # What a failed call left is frozen with the modules below, and so is never collected.
+        sys.modules["dtrcompile.steps.ledger"]._LEDGERS.clear()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
 
