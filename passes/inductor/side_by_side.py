@@ -8,6 +8,10 @@ The other process lets go of every file that it inherited.  Where another thread
 at that moment, among these files are the ends of its pipes: the thread would wait until the forked
 process ends, with its locks, for which the forked process and this one may wait in turn.
 
+It takes a lock of its own in place of one that forked processes share (tqdm's, which PyTorch takes
+whenever it interprets a graph): a process that is ended while it holds a shared lock never gives it
+back.
+
 No process is forked once an accelerator or `torch.distributed` is in use: CUDA cannot be used after
 a fork, and a fork may move the memory that a network card was told of.
 """
@@ -19,6 +23,8 @@ import json
 import os
 import select
 import signal
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -105,6 +111,7 @@ def _write_and_exit(pipe: int, lower: Callable[[], Wrapper], n_threads: int) -> 
     status = 1
     try:
         _let_go_of_files(pipe)
+        _share_no_lock()
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches both
         # OpenMP's threads are not there after a fork.  Inductor must see their number all the same.
         torch.set_num_threads(1)
@@ -119,6 +126,13 @@ def _write_and_exit(pipe: int, lower: Callable[[], Wrapper], n_threads: int) -> 
         pass  # the other process lowers the graph itself, and says what is wrong with it
     finally:
         os._exit(status)
+
+
+def _share_no_lock() -> None:
+    """Give tqdm a lock that is this process's alone."""
+    tqdm = sys.modules.get("tqdm.std")
+    if tqdm is not None:
+        tqdm.tqdm.set_lock(threading.RLock())
 
 
 def _let_go_of_files(but: int) -> None:

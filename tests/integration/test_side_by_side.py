@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +93,31 @@ def test_the_other_process_holds_no_pipe_of_another_thread(
     assert is_ended
     assert os.read(read_end, 1) == b""
     os.close(read_end)
+
+
+def test_a_process_that_is_ended_keeps_no_lock(
+    beside: Callable[..., LoweredBeside], tmp_path: Path
+) -> None:
+    """PyTorch takes tqdm's lock, which forked processes share, whenever it interprets a graph."""
+    tqdm = pytest.importorskip("tqdm.std")
+    shared = tqdm.TqdmDefaultWriteLock()
+    tqdm.tqdm.set_lock(shared)
+    has_lock = tmp_path / "has lock"
+
+    def wait() -> Wrapper:
+        tqdm.tqdm.get_lock().acquire()
+        has_lock.touch()
+        time.sleep(600)
+        return _WRAPPER
+
+    process = beside(wait)
+    while not has_lock.exists():
+        time.sleep(0.01)
+    os.kill(process._process, signal.SIGKILL)
+    os.waitpid(process._process, 0)
+    is_free = shared.mp_lock.acquire(timeout=10)
+    assert is_free
+    shared.mp_lock.release()
 
 
 def test_the_other_process_sees_the_number_of_threads(
