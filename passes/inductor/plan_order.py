@@ -37,16 +37,20 @@ from dtrcompile.passes.torch_private import (
 )
 
 
-def _group(scheduler_node: Any) -> int | None:
-    """The plan's group of a scheduler node: its latest origin's; None if it has none."""
-    groups = [
-        group
+def _marked(scheduler_node: Any, field_name: str) -> list[Any]:
+    """What the origins of a scheduler node are marked with, where they are."""
+    return [
+        marked
         for snode in scheduler_node.get_nodes()
         if snode.node is not None
         for origin in snode.node.get_origins()
-        if (group := mark_of(origin).group) is not None
+        if (marked := getattr(mark_of(origin), field_name)) is not None
     ]
-    return max(groups, default=None)
+
+
+def _group(scheduler_node: Any) -> int | None:
+    """The plan's group of a scheduler node: its latest origin's; None if it has none."""
+    return max(_marked(scheduler_node, "group"), default=None)
 
 
 def in_one_place(match: Any) -> bool:
@@ -214,14 +218,7 @@ _FUNCTION_SHARE = 32
 
 def _slack_bytes(scheduler_node: Any) -> int | None:
     """What may be held beyond the plan while a kernel runs; None if it is not known."""
-    known = [
-        slack_bytes
-        for snode in scheduler_node.get_nodes()
-        if snode.node is not None
-        for origin in snode.node.get_origins()
-        if (slack_bytes := mark_of(origin).slack_bytes) is not None
-    ]
-    return min(known, default=None)
+    return min(_marked(scheduler_node, "slack_bytes"), default=None)
 
 
 def _bytes_of(graph: Any, name: str) -> int:
