@@ -703,8 +703,11 @@ def _same(case: Case, budget: object, expected: Observed) -> None:
     assert_bitwise(observe_dtr(case.steps, budget), expected)
 
 
-def check_inductor(case: Case, budget: object) -> str:
+def check_inductor(case: Case, budget: object, *, holds_gradients: bool | None = None) -> str:
     """Check a module under Inductor: the gradient, and the allocator against the promise.
+
+    Args:
+        holds_gradients: see `_measured`; None: only with a budget, which holds in any step.
 
     Returns:
         What was seen, in a word or two.
@@ -726,7 +729,8 @@ def check_inductor(case: Case, budget: object) -> str:
         counters.clear()
         actual = observe(case.steps, compile_)
         # Where there is no budget to keep to, the promise is for steps as those above.
-        held = _measured(compiled[0], case, holds_gradients=named != "min")
+        holds = named != "min" if holds_gradients is None else holds_gradients
+        held = _measured(compiled[0], case, holds_gradients=holds)
         reports = dtrcompile.reports()
         # The module may have parameters and buffers that no graph reads; those count nowhere.
         read_bytes = sum(r.promised_split["parameters"] for r in reports)

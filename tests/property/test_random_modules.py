@@ -51,3 +51,9 @@ def test_modules_whose_promise_once_broke_under_inductor(
     seed: int, moves: int, budget: str, seen: str
 ) -> None:
     assert check_inductor(Case(seed, moves), budget) == seen
+
+
+@pytest.mark.inductor
+@pytest.mark.xfail(raises=AssertionError, strict=True, reason="the report keeps its promise")
+def test_a_smallest_promise_where_later_steps_hold_what_earlier_ones_gave_up() -> None:
+    assert check_inductor(Case(5020, 6), "min", holds_gradients=True) == "Inductor"
