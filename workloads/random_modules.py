@@ -703,11 +703,8 @@ def _same(case: Case, budget: object, expected: Observed) -> None:
     assert_bitwise(observe_dtr(case.steps, budget), expected)
 
 
-def check_inductor(case: Case, budget: object, *, holds_gradients: bool | None = None) -> str:
+def check_inductor(case: Case, budget: object) -> str:
     """Check a module under Inductor: the gradient, and the allocator against the promise.
-
-    Args:
-        holds_gradients: see `_measured`; None: only with a budget, which holds in any step.
 
     Returns:
         What was seen, in a word or two.
@@ -728,9 +725,8 @@ def check_inductor(case: Case, budget: object, *, holds_gradients: bool | None =
 
         counters.clear()
         actual = observe(case.steps, compile_)
-        # Where there is no budget to keep to, the promise is for steps as those above.
-        holds = named != "min" if holds_gradients is None else holds_gradients
-        held = _measured(compiled[0], case, holds_gradients=holds)
+        # A budget holds in any step; without one, the promise is for steps like those before.
+        held = _measured(compiled[0], case, steps_before=0 if named != "min" else 2)
         reports = dtrcompile.reports()
         # The module may have parameters and buffers that no graph reads; those count nowhere.
         read_bytes = sum(r.promised_split["parameters"] for r in reports)
@@ -753,38 +749,24 @@ def check_inductor(case: Case, budget: object, *, holds_gradients: bool | None =
     return "Inductor, more held beside its graphs" if beyond else "Inductor"
 
 
-class _Ones(torch.autograd.Function):
-    """Gives the gradient 1 to each element of a tensor, and nobody holds that gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor) -> Tensor:
-        ctx.layout = result.size(), result.stride(), result.dtype
-        return result.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # noqa: ARG004
-        size, stride, dtype = ctx.layout
-        return torch.empty_strided(size, stride, dtype=dtype).fill_(1)
-
-
-def _measured(compiled: Callable[[Tensor], object], case: Case, *, holds_gradients: bool) -> int:
+def _measured(compiled: Callable[[Tensor], object], case: Case, *, steps_before: int) -> int:
     """The allocator's peak of one more step, the input included.
 
+    The step holds the gradients of the results throughout backward, which `Case.steps` does not.
+
     Args:
-        holds_gradients: the step holds the gradients of the results throughout backward, which
-            `Case.steps` does not.
+        steps_before: steps of the same form that run first.  The first shows what it holds, and the
+            second is planned for it.
     """
     module = compiled._orig_mod  # type: ignore[attr-defined]
     _, x = case.made()
-    module.zero_grad(set_to_none=True)
 
     def step() -> None:
+        module.zero_grad(set_to_none=True)
         results = [r for r in _results(compiled, x) if r.requires_grad]
-        if holds_gradients:
-            torch.autograd.backward(results, [torch.ones_like(r) for r in results])
-        else:
-            ones = [_Ones.apply(r) for r in results]
-            del results
-            torch.autograd.backward(ones)
+        torch.autograd.backward(results, [torch.ones_like(r) for r in results])
 
+    for _ in range(steps_before):
+        step()
+    module.zero_grad(set_to_none=True)
     return live_peak_bytes(step) + static_bytes(x)

@@ -13,7 +13,7 @@ of operators that only this process knows what they do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from dtrcompile.compilation.settings import inductor_patches
 from dtrcompile.options import BudgetKind, Options
 from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError
 from dtrcompile.passes.fitting.kept_choices import refusal_entry, refusal_of_entry
-from dtrcompile.passes.fitting.sharing import GraphBytes
+from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.graphs.capture import NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.graphs.recompute_tags import SCOPE
 from dtrcompile.passes.inductor import disk_cache
@@ -36,7 +36,7 @@ from dtrcompile.passes.torch_private import FakeTensor, functorch_config, induct
 from dtrcompile.source_hash import package_hash
 from dtrcompile.steps.planned import Assignment, HeldBytes
 from dtrcompile.steps.step_peak import StepPeak
-from dtrcompile.steps.summary import Summary, handed_on_entry
+from dtrcompile.steps.summary import Summary, handed_on_entry, measured_entry
 
 
 def is_asked() -> bool:
@@ -163,8 +163,8 @@ class HeldMemory:
         try:
             return HeldBytes(
                 tuple(entry["given_storages"]),
-                GraphBytes(**entry["baseline"]),
-                GraphBytes(**entry["chosen"]),
+                Measured(**entry["baseline"]),
+                Measured(**entry["chosen"]),
                 Plan.from_text(entry["plan"]),
             )
         except (KeyError, TypeError, AttributeError, PlanError):
@@ -174,8 +174,8 @@ class HeldMemory:
         """Keep what was counted."""
         entry = {
             "given_storages": list(held.given_storages),
-            "baseline": asdict(held.baseline),
-            "chosen": asdict(held.chosen),
+            "baseline": measured_entry(held.baseline),
+            "chosen": measured_entry(held.chosen),
             "plan": held.plan.to_text(),
         }
         disk_cache.write(self._key_of(handed_on), entry)

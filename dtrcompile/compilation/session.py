@@ -352,8 +352,10 @@ class Session:
         """Publish the report of what is known by now, if it is the graph's current compilation."""
         if self.is_replaced:
             return
-        summary = self.summary
-        assert summary is not None
+        summary, planned = self.summary, self.planned()
+        assert summary is not None and planned is not None
+        # Of the assignment, whose caller may hold what the code was compiled to see given up.
+        summary = replace(summary, baseline=planned.baseline_measured, measured=planned.measured)
         add_compile_report(
             self.graph,
             self.options,

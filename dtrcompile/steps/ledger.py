@@ -566,6 +566,9 @@ class Ledger:
             return
         with self.lock:
             budget_bytes = self.known_budget_bytes(graph)
+            is_settled = not (planned.assignment.is_provisional or self.recording.is_observing)
+            if is_settled and unforeseen_bytes(waiting, planned):
+                self.recording.outputs_are_held()
             if budget_bytes is None:
                 return
             try:
@@ -580,12 +583,8 @@ class Ledger:
         Raises:
             InfeasibleBudgetError: if there is none.
         """
-        call, assignment = waiting.call, planned.assignment
-        if call is None or call.live_outputs is None:
-            return
-        more_bytes = call.bytes_of(planned.given_up & call.live_outputs)
-        if holds_tangents(call, assignment):
-            more_bytes += planned.program.tangent_bytes
+        assignment = planned.assignment
+        more_bytes = unforeseen_bytes(waiting, planned)
         if not more_bytes:
             return
         self.recording.outputs_are_held()
@@ -624,10 +623,7 @@ class Ledger:
         """As `before_backward`, for a step that is recorded."""
         outside_bytes = self.outside_bytes(graph, waiting)
         needed_bytes = outside_bytes + planned.chosen.backward_peak_bytes
-        if waiting.call is not None and waiting.call.live_outputs is not None:
-            needed_bytes += waiting.call.bytes_of(planned.given_up & waiting.call.live_outputs)
-            if holds_tangents(waiting.call, planned.assignment):
-                needed_bytes += planned.program.tangent_bytes
+        needed_bytes += unforeseen_bytes(waiting, planned)
         if not waiting.is_released:
             if needed_bytes <= budget_bytes:
                 return
@@ -698,6 +694,18 @@ class Ledger:
         held_bytes = external_bytes(self.calls, self.related_calls()) + kept_bytes
         held_bytes += graph.assignment.beside.resident_bytes
         return max(0, held_bytes - graph.planned.chosen.constant_bytes) + sum(made.values())
+
+
+def unforeseen_bytes(waiting: Waiting, planned: Planned) -> int:
+    """Outputs and tangents that somebody holds when backward begins, though the plan takes them to
+    be gone."""
+    call = waiting.call
+    if call is None or call.live_outputs is None:
+        return 0
+    held_bytes = call.bytes_of(planned.given_up & call.live_outputs)
+    if holds_tangents(call, planned.assignment):
+        held_bytes += planned.program.tangent_bytes
+    return held_bytes
 
 
 def holds_tangents(call: GraphCall, assignment: Assignment) -> bool:

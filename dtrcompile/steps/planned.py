@@ -150,12 +150,13 @@ class HeldBytes:
 
     Attributes:
         given_storages: of the program, what is given up.
+        baseline, chosen: what the default split holds, and what was compiled.
         plan: the same plan, which frees them when they are read for the last time.
     """
 
     given_storages: tuple[int, ...]
-    baseline: GraphBytes
-    chosen: GraphBytes
+    baseline: Measured
+    chosen: Measured
     plan: Plan
 
 
@@ -174,6 +175,7 @@ class Planned:
     """What the ledger knows of a compiled graph.
 
     Attributes:
+        baseline_measured, measured: what the default split holds, and what was compiled.
         handed_on: what its caller gives up.
         get_details: makes the graphs again where they were not made in this process.
         memory: what was counted with other things given up; None where that is not kept.
@@ -182,8 +184,8 @@ class Planned:
     program: Program
     assignment: Assignment
     available_bytes: int | None
-    baseline: GraphBytes
-    chosen: GraphBytes
+    baseline_measured: Measured
+    measured: Measured
     is_default: bool
     saves_least: bool
     plan: Plan
@@ -207,8 +209,8 @@ class Planned:
             summary.program,
             assignment,
             available_bytes,
-            summary.baseline_bytes,
-            summary.chosen_bytes,
+            summary.baseline,
+            summary.measured,
             summary.is_default,
             summary.saves_least,
             summary.plan,
@@ -225,6 +227,20 @@ class Planned:
         """The graphs, and what they hold."""
         return self.get_details()
 
+    @functools.cached_property
+    def baseline(self) -> GraphBytes:
+        """What the default split holds, for the account of a step."""
+        return self._bytes_of(self.baseline_measured)
+
+    @functools.cached_property
+    def chosen(self) -> GraphBytes:
+        """What was compiled holds, for the account of a step."""
+        return self._bytes_of(self.measured)
+
+    def _bytes_of(self, measured: Measured) -> GraphBytes:
+        gradient_bytes = self.graph.parameter_gradient_bytes
+        return measured.graph_bytes(self.program.constant_bytes, gradient_bytes)
+
     def at(self, sizes: Sizes) -> Planned:
         """The same plan, where the graph's symbols have these values."""
         if not sizes.values:
@@ -232,13 +248,12 @@ class Planned:
         captured, details = self.details.captured, self.details.at(sizes)
         with at_sizes(sizes):
             program = captured.resized()
-        gradient_bytes = self.chosen.gradient_bytes
         plan = replace(self.plan, program=program.fingerprint)
         return replace(
             self,
             program=program,
-            baseline=details.baseline_measured.graph_bytes(program.constant_bytes, gradient_bytes),
-            chosen=details.measured.graph_bytes(program.constant_bytes, gradient_bytes),
+            baseline_measured=details.baseline_measured,
+            measured=details.measured,
             plan=plan,
             cost_ns=replay(program, plan)[1].cost_ns,
         )
@@ -259,8 +274,8 @@ class Planned:
         return replace(
             self,
             program=replace(self.program, storages=storages),
-            baseline=held.baseline,
-            chosen=held.chosen,
+            baseline_measured=held.baseline,
+            measured=held.chosen,
             plan=held.plan,
             handed_on=handed_on,
             get_details=lambda: self.details.handing_on(handed_on),
@@ -271,11 +286,11 @@ class Planned:
         details = self.details.handing_on(handed_on)
         if details is self.details:
             return None
-        program, gradient_bytes = details.captured.program, self.chosen.gradient_bytes
+        program = details.captured.program
         return HeldBytes(
             tuple(s.id for s in program.storages if s.is_handed_on),
-            details.baseline_measured.graph_bytes(program.constant_bytes, gradient_bytes),
-            details.measured.graph_bytes(program.constant_bytes, gradient_bytes),
+            details.baseline_measured,
+            details.measured,
             tighten(program, holding(program, self.plan)),
         )
 

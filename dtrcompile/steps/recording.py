@@ -19,7 +19,9 @@ a training graph was compiled                ``UNRECORDED`` → ``OBSERVED``, or
 a graph without a backward was compiled      ``UNRECORDED`` → ``RECORDED``, for one step
 a call came that the plans do not foresee    ``UNRECORDED`` → ``PARTLY_OBSERVED``;
                                              ``RECORDED`` → ``OBSERVED``; at most four times
-the caller holds what it seemed to give up   ``UNRECORDED`` → ``PARTLY_OBSERVED``
+the caller holds what it seemed to give up   ``UNRECORDED`` → ``PARTLY_OBSERVED``;
+                                             ``RECORDED`` → ``OBSERVED``, at most four times,
+                                             those of unforeseen calls included
 the step is over                             ``PARTLY_OBSERVED`` → ``OBSERVED`` → ``RECORDED``;
                                              ``RECORDED`` → ``UNRECORDED`` when enough steps were
                                              recorded
@@ -59,7 +61,8 @@ class Recording:
     Attributes:
         state: see the tables above.
         steps_left: steps that are still recorded, this one included; 0 in ``UNRECORDED`` alone.
-        unforeseen: how often a step was observed because of calls that were not foreseen.
+        unforeseen: how often a step was observed because of calls that were not foreseen, or of
+            what the caller held after all while steps were recorded.
     """
 
     def __init__(self) -> None:
@@ -108,9 +111,12 @@ class Recording:
         self._observe(RecordingState.OBSERVED if self.is_on else RecordingState.PARTLY_OBSERVED)
 
     def outputs_are_held(self) -> None:
-        """The caller holds what earlier steps gave up; seen of steps that are not recorded."""
+        """The caller holds what earlier steps gave up."""
         if self.state is RecordingState.UNRECORDED:
             self._observe(RecordingState.PARTLY_OBSERVED)
+        elif self.state is RecordingState.RECORDED and self.unforeseen < _MAX_UNFORESEEN:
+            self.unforeseen += 1
+            self._observe(RecordingState.OBSERVED)
 
     def step_is_over(self) -> bool:
         """A step is over; whether it is to be planned now."""

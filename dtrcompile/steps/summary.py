@@ -18,7 +18,7 @@ from dtrcompile.passes.device.workspaces import unknown_workspaces
 from dtrcompile.passes.errors import PlanError, ProgramError
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.fitting.measured import Measured
-from dtrcompile.passes.fitting.sharing import GraphBytes, OtherGraphs
+from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.graphs.capture import Captured, HandedOn
 from dtrcompile.passes.graphs.modules import inputs_of_gradients, output_arguments
 from dtrcompile.passes.inductor.step import device_of
@@ -131,26 +131,9 @@ class Summary:
             outcome.lowering_s,
         )
 
-    @property
-    def baseline_bytes(self) -> GraphBytes:
-        """What the default split holds, for the account of a step."""
-        return self._bytes_of(self.baseline)
-
-    @property
-    def chosen_bytes(self) -> GraphBytes:
-        """What was compiled holds, for the account of a step."""
-        return self._bytes_of(self.measured)
-
-    def _bytes_of(self, measured: Measured) -> GraphBytes:
-        gradient_bytes = self.graph.parameter_gradient_bytes
-        return measured.graph_bytes(self.program.constant_bytes, gradient_bytes)
-
     def measured_entries(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """``baseline`` and ``measured``, as JSON can hold them."""
-        baseline, measured = (
-            {name: getattr(m, name) for name in _PLAIN} for m in (self.baseline, self.measured)
-        )
-        return baseline, measured
+        return measured_entry(self.baseline), measured_entry(self.measured)
 
     def entry(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -214,6 +197,11 @@ def handed_on_entry(handed_on: HandedOn) -> dict[str, Any]:
     """As JSON can hold it, the same for equal values."""
     outputs = None if handed_on.outputs is None else sorted(handed_on.outputs)
     return {"outputs": outputs, "tangents": handed_on.tangents}
+
+
+def measured_entry(measured: Measured) -> dict[str, Any]:
+    """As JSON can hold it: what reports and the account of a step need."""
+    return {name: getattr(measured, name) for name in _PLAIN}
 
 
 _PLAIN = (

@@ -187,17 +187,22 @@ class TrainingStep:
     def is_worth_planning_again(self) -> bool:
         """Whether a graph that is the whole step had better be planned for what was seen.
 
-        Its caller may have given up what it returned, so that there is more room; or what runs
-        between it and the loss takes the step past the budget.
+        Its caller may have given up what it returned, so that there is more room, or hold what it
+        gave up before; or what runs between it and the loss takes the step past the budget.
         """
         if len(self.graphs) != 1 or self.graphs[0].symbols:
             return False
         planned, seen = planned_of(self.graphs[0]), self.planned(0)
         if not planned.is_default:
             gained_bytes = planned.chosen.peak_bytes - seen.chosen.peak_bytes
-            return gained_bytes >= _WORTHWHILE * planned.chosen.peak_bytes
+            return self.holds_more() or gained_bytes >= _WORTHWHILE * planned.chosen.peak_bytes
         budget_bytes = self.budget_bytes()
         return budget_bytes is not None and self.peak(self.held()) > budget_bytes
+
+    def holds_more(self) -> bool:
+        """Whether the caller holds what the plan of the only graph takes to be given up."""
+        planned, seen = planned_of(self.graphs[0]), self.planned(0)
+        return seen.chosen.peak_bytes > planned.chosen.peak_bytes
 
     def planned(self, i: int) -> Planned:
         """What is known of graph ``i``, which hands on what was seen."""
@@ -218,6 +223,8 @@ class TrainingStep:
         if budget_bytes is None:
             self.compile_smallest()
             self.keep_all(None)
+        elif self.is_settled and self.holds_more() and self.peak(self.held()) <= budget_bytes:
+            self.keep_all(budget_bytes)
         else:
             self.compile_within(budget_bytes)
 

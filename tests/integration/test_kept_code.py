@@ -22,7 +22,8 @@ from dtrcompile.compilation.inductor import DTRPartitioner, _asking_for
 from dtrcompile.compilation.kept_code import TOO_LARGE, KeptCode
 from dtrcompile.options import Options
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.fitting.sharing import GraphBytes, OtherGraphs
+from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.graphs.capture import HandedOn
 from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.inductor.loaded_code import noting_code
@@ -379,7 +380,7 @@ def test_summaries_as_entries() -> None:
         whole.handed_on,
         whole.others,
     )
-    assert (read.baseline_bytes, read.chosen_bytes) == (whole.baseline_bytes, whole.chosen_bytes)
+    assert read.measured_entries() == whole.measured_entries()
     assert read.is_kept
     assert read.graph.draws
     entry = whole.entry()
@@ -432,8 +433,8 @@ def test_what_is_held_is_remembered_for_what_is_known() -> None:
     place = KeptCode("3" * 64, None)
     held = HeldBytes(
         (1, 2),
-        GraphBytes(1, 2, 3, 4, 5),
-        GraphBytes(5, 4, 3, 2, 1),
+        Measured(3, "mm", {"outputs": 3}, 2, 3, 4, 5),
+        Measured(4, "addmm", {"inputs": 4}, 4, 3, 2, 1),
         Plan((Compute(0), Boundary(), Free(1)), "0123456789abcdef", "dtr"),
     )
     memory = place.memory_of(whole)

@@ -936,7 +936,8 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
     torch._dynamo.reset()
     compiled = compile_dtr(module, budget, compiler="eager")
     with _noting_releases() as released:
-        for is_held in (False, False, True, True, True):
+        # (Steps are recorded for a while, and planned anew before there is no room.)
+        for is_held in (*(False,) * 6, *(True,) * 3):
             for m in (module, reference):
                 m.zero_grad(set_to_none=True)
             result = compiled(x)
@@ -949,6 +950,27 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
             assert dtrcompile.reports()[-1].promised_peak_bytes <= budget
             result = None
     assert any(released)
+
+
+@pytest.mark.parametrize("budget", ["min", 2_000_000])
+def test_the_report_holds_a_result_that_is_held_after_all(budget: object) -> None:
+    """A step later, its peak is no more than that of a step that always held the result."""
+    _train_scores(budget, is_held=True)
+    always_held = dtrcompile.reports()[-1].promised_peak_bytes
+    torch._dynamo.reset()
+    module, x, labels = Scores(), torch.randn(BATCH, WIDTH), torch.randint(2 * WIDTH, (BATCH,))
+    compiled = compile_dtr(module, budget, compiler="eager")
+    promised = []
+    for is_held in (False, False, True, True, True):
+        module.zero_grad(set_to_none=True)
+        result = compiled(x)
+        loss = nn.functional.cross_entropy(result, labels)
+        if not is_held:
+            del result
+        loss.backward()
+        promised.append(dtrcompile.reports()[-1].promised_peak_bytes)
+        result = None
+    assert promised[1] < promised[3] == promised[4] <= always_held
 
 
 @pytest.mark.parametrize("gone", ["reset", "deleted"])

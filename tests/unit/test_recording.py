@@ -36,7 +36,7 @@ def train_beside_others(recording: Recording) -> None:
         (train_beside_others, (PARTLY_OBSERVED, OBSERVED, PARTLY_OBSERVED, OBSERVED)),
         (Recording.inference_graph_compiled, (RECORDED, RECORDED, PARTLY_OBSERVED, OBSERVED)),
         (Recording.unforeseen_call, (PARTLY_OBSERVED, OBSERVED, PARTLY_OBSERVED, OBSERVED)),
-        (Recording.outputs_are_held, (PARTLY_OBSERVED, RECORDED, PARTLY_OBSERVED, OBSERVED)),
+        (Recording.outputs_are_held, (PARTLY_OBSERVED, OBSERVED, PARTLY_OBSERVED, OBSERVED)),
         (Recording.step_is_over, (UNRECORDED, UNRECORDED, OBSERVED, RECORDED)),
         (Recording.reset, (UNRECORDED,) * 4),
     ],
@@ -63,6 +63,17 @@ def test_steps_of_a_known_form_are_recorded_for_a_while() -> None:
         recording.step_is_over()
         states.append(recording.state)
     assert states == [RECORDED, RECORDED, RECORDED, UNRECORDED]
+
+
+def test_outputs_held_in_every_other_step_are_planned_for_four_times() -> None:
+    recording = in_state(OBSERVED)
+    observed = 0
+    for _ in range(40):
+        if recording.state is RECORDED:
+            recording.outputs_are_held()
+        observed += recording.step_is_over()
+    assert observed == 1 + 4
+    assert not recording.is_on
 
 
 def test_steps_of_another_form_each_time_are_observed_four_times() -> None:
