@@ -10,6 +10,7 @@ not to keep (`recompute`), and for catching errors.  Importing it does not impor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dtrcompile.explain.explanation import Explanation
 from dtrcompile.options import Budget, Options, reset_defaults, set_defaults
 from dtrcompile.passes.declared import declare_operator
 from dtrcompile.passes.errors import (
@@ -31,6 +32,7 @@ from dtrcompile.recompute import recompute
 from dtrcompile.report import CompileReport, clear_reports, reports
 
 if TYPE_CHECKING:
+    from dtrcompile.forecast import Forecast, Sweep, plan, sweep
     from dtrcompile.largest_size import Largest, SizePoint, largest
     from dtrcompile.outside.watching import Watch, watch
     from dtrcompile.steps.budgeted import set_budget
@@ -39,6 +41,10 @@ __version__ = "0.1.0"
 
 # What imports torch, by the module that has it.
 _WITH_TORCH = {
+    "Forecast": "forecast",
+    "Sweep": "forecast",
+    "plan": "forecast",
+    "sweep": "forecast",
     "Largest": "largest_size",
     "SizePoint": "largest_size",
     "Watch": "outside.watching",
@@ -60,6 +66,8 @@ __all__ = [
     "ChangedTorchError",
     "CompileReport",
     "DTRError",
+    "Explanation",
+    "Forecast",
     "InfeasibleBudgetError",
     "Largest",
     "MissingExtraError",
@@ -69,6 +77,7 @@ __all__ = [
     "ProgramError",
     "ProgramTooLargeError",
     "SizePoint",
+    "Sweep",
     "TimeLimitError",
     "UnsupportedPlanError",
     "UnsupportedTorchError",
@@ -77,10 +86,12 @@ __all__ = [
     "clear_reports",
     "declare_operator",
     "largest",
+    "plan",
     "recompute",
     "reports",
     "reset_defaults",
     "set_budget",
     "set_defaults",
+    "sweep",
     "watch",
 ]

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dtrcompile.passes.torch_private import trace_structured
+from dtrcompile.whole_files import write_whole
 
 log = logging.getLogger("dtrcompile")
 
@@ -47,16 +48,7 @@ def leave(name: str, texts: Mapping[str, str]) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for end, text in texts.items():
-            _write_whole(Path(folder, f"{name}-{end}"), text)
+            write_whole(Path(folder, f"{name}-{end}"), text)
     except OSError as error:
         # A compilation does not fail because what it leaves for people cannot be written.
         log.warning("%s=%s: %s", VARIABLE, folder, error)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import dtrcompile
+from dtrcompile.explain.explanation import Explanation
 from dtrcompile.options import Budget, Options
 from dtrcompile.passes.errors import (
     ChangedTorchError,
@@ -20,12 +21,26 @@ from dtrcompile.passes.errors import (
     OptionError,
     format_bytes,
 )
+from dtrcompile.whole_files import write_whole
 
 if TYPE_CHECKING:
     from dtrcompile.passes.program.host_link import HostLink
     from dtrcompile.passes.program.plan import Plan
     from dtrcompile.passes.program.program import Program
 
+_USER_MODEL = (
+    "module:callable names a function without arguments that returns the model and what it is"
+    " called with, such as `return model, x` or `return model, (x, labels)`. The module is looked"
+    " for in the present folder too. The model is traced and planned, and not run."
+)
+_PLAN = (
+    f"{_USER_MODEL} A program file, which DTRCOMPILE_ARTIFACTS=FOLDER has each compilation write,"
+    " is planned as it is, and its plan printed."
+)
+_EXPLAIN = (
+    f"{_USER_MODEL} DTRCOMPILE_ARTIFACTS=FOLDER has each compilation write its explanation to a"
+    " file, which is read again here."
+)
 _HOST_LINK = "bandwidth to the host in 10⁹ bytes/s, each way, for planner offload (not emitted)"
 
 
@@ -88,15 +103,66 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--output", type=Path, default=Path("demo-output"), metavar="FOLDER")
     demo.set_defaults(run=_demo)
 
-    plan = commands.add_parser("plan", help="plan a program file within a budget")
-    plan.add_argument("program", type=Path, help="a program file")
+    plan = commands.add_parser(
+        "plan",
+        help="what a training step holds and costs within a budget; nothing is run",
+        description=_PLAN,
+    )
+    plan.add_argument("model", help="module:callable, or a program file")
     plan.add_argument("--budget", required=True, help="such as 8GiB, 40%% or min")
+    plan.add_argument("--json", action="store_true", help="print the forecast as JSON")
     plan.add_argument("--planner", default="auto")
     plan.add_argument("--heuristic", default=None)
     plan.add_argument("--planning-s", type=float, default=None, help="of planner auto")
     plan.add_argument("--host-link", type=float, metavar="GB/S", help=_HOST_LINK)
     plan.add_argument("-o", "--output", type=Path, help="write the plan to this file")
     plan.set_defaults(run=_plan)
+
+    sweep = commands.add_parser(
+        "sweep",
+        help="the same for many budgets: how much compute each costs",
+        description=_USER_MODEL,
+    )
+    sweep.add_argument("model", help="module:callable")
+    sweep.add_argument(
+        "--budget",
+        action="append",
+        metavar="BUDGET",
+        help="may be repeated (default: 90%%, 80%% … 20%% and min)",
+    )
+    sweep.add_argument("--json", action="store_true", help="print the points as JSON")
+    sweep.add_argument("--plot", type=Path, metavar="FILE", help="draw overhead against peak")
+    sweep.set_defaults(run=_sweep)
+
+    largest = commands.add_parser(
+        "largest",
+        help="the largest batch, or length, that trains within a budget",
+        description=_USER_MODEL,
+    )
+    largest.add_argument("model", help="module:callable")
+    largest.add_argument("--budget", required=True, help="in bytes, such as 8GiB")
+    largest.add_argument("--symbol", default="batch", help="batch, length or a dimension's number")
+    largest.set_defaults(run=_largest)
+
+    explain = commands.add_parser(
+        "explain",
+        help="what a plan does with each tensor, and why",
+        description=_EXPLAIN,
+    )
+    explain.add_argument("model", help="module:callable, or a graph*-explanation.json")
+    explain.add_argument("--budget", help="of a module:callable, such as 8GiB, 40%% or min")
+    explain.add_argument(
+        "-o",
+        "--output",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="write a .txt, .json, .html, .perfetto.json or .pickle (PyTorch's memory viewer);"
+        " may be repeated",
+    )
+    explain.add_argument("--rows", type=_positive, default=15, help="of each table (default: 15)")
+    explain.set_defaults(run=_explain)
 
     replay = commands.add_parser("replay", help="check a plan file and say what it needs")
     replay.add_argument("program", type=Path, help="a program file")
@@ -194,6 +260,74 @@ def _demo(parsed: argparse.Namespace) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> None:
+    if not is_named_model(parsed.model):
+        _plan_program(parsed)
+        return
+    given = {"planner": parsed.planner, "heuristic": parsed.heuristic}
+    if parsed.planning_s is not None:
+        given["planning_s"] = parsed.planning_s
+    from dtrcompile.forecast import plan
+    from dtrcompile.user_model import user_model
+
+    named = user_model(parsed.model)
+    forecast = plan(named.model, *named.inputs, budget=parsed.budget, **given)
+    if not forecast.fits:
+        raise DTRError(forecast.refusal)
+    print(forecast.to_json() if parsed.json else forecast)
+
+
+def _sweep(parsed: argparse.Namespace) -> None:
+    from dtrcompile.forecast import SWEPT, sweep
+    from dtrcompile.user_model import user_model
+
+    budgets = parsed.budget or SWEPT
+    for budget in budgets:
+        Budget.parse(budget, what="--budget")
+    named = user_model(parsed.model)
+    found = sweep(named.model, *named.inputs, budgets=budgets)
+    print(found.to_json() if parsed.json else found)
+    if parsed.plot is not None:
+        found.plot(parsed.plot)
+
+
+def _largest(parsed: argparse.Namespace) -> None:
+    from dtrcompile.largest_size import largest
+    from dtrcompile.user_model import user_model
+
+    symbol = int(parsed.symbol) if parsed.symbol.isdecimal() else parsed.symbol
+    named = user_model(parsed.model)
+    print(largest(named.model, *named.inputs, symbol=symbol, budget=parsed.budget))
+
+
+def _explain(parsed: argparse.Namespace) -> None:
+    for path in parsed.output:
+        Explanation.check_name(path)
+    if is_named_model(parsed.model):
+        if parsed.budget is None:
+            raise OptionError("explain needs --budget for a module:callable, such as 40% or min.")
+        from dtrcompile.forecast import plan
+        from dtrcompile.user_model import user_model
+
+        named = user_model(parsed.model)
+        forecast = plan(named.model, *named.inputs, budget=parsed.budget)
+        if not forecast.fits:
+            raise DTRError(forecast.refusal)
+        explanation = forecast.explain()
+    else:
+        explanation = Explanation.from_json(_read_text(Path(parsed.model)))
+    for path in parsed.output:
+        explanation.save(path)
+        print(f"wrote {path}")
+    if not parsed.output:
+        print(explanation.text(parsed.rows))
+
+
+def is_named_model(name: str) -> bool:
+    """Whether an argument is a ``module:callable``, rather than a file."""
+    return ":" in name and not Path(name).exists()
+
+
+def _plan_program(parsed: argparse.Namespace) -> None:
     from dtrcompile.passes.planning.planners import infeasible, make_planner, minimum_plan
     from dtrcompile.passes.planning.planners.base import keep_all
     from dtrcompile.passes.program.replay import replay
@@ -205,7 +339,7 @@ def _plan(parsed: argparse.Namespace) -> None:
         "planning_s": parsed.planning_s,
     }
     checked = Options.parse(options)
-    program = _read_program(parsed.program)
+    program = _read_program(Path(parsed.model))
     _, baseline = replay(program, keep_all(program))
     try:
         budget_bytes = checked.resolve_budget_bytes(baseline.peak_bytes)
@@ -227,7 +361,7 @@ def _plan(parsed: argparse.Namespace) -> None:
         print(plan.to_text(), end="")
         _print_stats(program, plan, link, file=sys.stderr)
     else:
-        parsed.output.write_text(plan.to_text(), encoding="utf-8")
+        write_whole(parsed.output, plan.to_text())
         _print_stats(program, plan, link, file=sys.stdout)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtrcompile.backend import compile_graph
 from dtrcompile.compilation.probing import ProbedPlan, probing
-from dtrcompile.options import Options
+from dtrcompile.options import Budget, Options
 from dtrcompile.passes.errors import CaptureError, wrapped_error
 from dtrcompile.passes.fitting.fit import Outcome
 
@@ -27,14 +27,31 @@ def planned_outcome(
     *,
     dynamic_dimensions: Mapping[int, int] | None = None,
 ) -> Outcome:
-    """Trace and plan the first graph of a call, which must be the only one.
+    """As `planned_for`, for the budget of the options.
+
+    Raises:
+        InfeasibleBudgetError: if no plan fits.
+        CaptureError: if the model does not compile as one graph.
+    """
+    return planned_for(model, inputs, options, dynamic_dimensions=dynamic_dimensions).outcome
+
+
+def planned_for(
+    model: Callable[..., Any],
+    inputs: Sequence[Any],
+    options: Options,
+    *,
+    budgets: Sequence[Budget] = (),
+    dynamic_dimensions: Mapping[int, int] | None = None,
+) -> ProbedPlan:
+    """Trace the first graph of a call, which must be the only one, and plan it for each budget.
 
     Args:
+        budgets: none: that of the options.
         dynamic_dimensions: input -> its dimension whose size is to be a symbol; the others, and
             without them all, are fixed.
 
     Raises:
-        InfeasibleBudgetError: if no plan fits.
         CaptureError: if the model does not compile as one graph.
     """
     marked: list[Any] = list(inputs)
@@ -54,16 +71,23 @@ def planned_outcome(
         dynamic=None if dynamic_dimensions else False,
     )
     try:
-        with probing(), torch.enable_grad():
+        with probing(budgets), torch.enable_grad():
             compiled(*marked)
     except ProbedPlan as planned:
-        return planned.outcome
+        return planned
     except Exception as error:
         ours = wrapped_error(error)
         if ours is not None:
             raise ours from error
         raise CaptureError(
-            f"the model does not compile as one graph with these inputs, so its step cannot be"
-            f" planned beforehand: {error}"
+            "the model does not compile as one graph with these inputs, so its step cannot be"
+            f" planned beforehand: {_told(error)} (TORCH_LOGS=graph_breaks says where)"
         ) from error
     raise CaptureError("the model computes nothing that needs a gradient, so nothing was planned")
+
+
+def _told(error: Exception) -> str:
+    """The first line of an error of Dynamo's, and what it hints at, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    hints = [line for line in lines[1:] if line.startswith("Hint:")]
+    return " ".join([*lines[:1], *hints]) or type(error).__name__

@@ -10,10 +10,12 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
-from dtrcompile.passes.errors import format_bytes
+from dtrcompile.explain.explained import Explained
+from dtrcompile.explain.explanation import Explanation
+from dtrcompile.passes.errors import DTRError, format_bytes
 
 logger = logging.getLogger("dtrcompile")
 
@@ -64,6 +66,7 @@ class CompileReport:
         sizes: the values of symbolic sizes that the plan was made for, such as ``"s0 = 512"``.
         peak_formula: the promised peak in the graph's symbols, such as ``"1.2 MiB + 31.0 KiB·s0"``;
             empty where sizes are fixed.
+        get_explained: what `explain` is made from, while the compiled model exists.
     """
 
     graph: int
@@ -95,6 +98,23 @@ class CompileReport:
     plan: int = 0
     sizes: str = ""
     peak_formula: str = ""
+    get_explained: Callable[[], Explained | None] | None = field(
+        default=None, compare=False, repr=False
+    )
+
+    def explain(self) -> Explanation:
+        """What the plan does with each tensor, and why.
+
+        Raises:
+            DTRError: if the model is gone.
+        """
+        found = None if self.get_explained is None else self.get_explained()
+        if found is None:
+            raise DTRError(
+                f"graph {self.graph} cannot be explained any more, because the compiled model is"
+                " gone. Call explain() while the model exists."
+            )
+        return Explanation(replace(found, title=self.title, facts=dict(self._rows())))
 
     @property
     def step_bytes(self) -> int:
@@ -111,14 +131,26 @@ class CompileReport:
         return sum(self.recomputed.values())
 
     def to_json(self) -> str:
-        """One JSON object, one key a field."""
-        fields = asdict(self)
+        """One JSON object, one key a field; without the explanation."""
+        fields = asdict(replace(self, get_explained=None))
+        del fields["get_explained"]
         fields["promised_split"] = dict(self.promised_split)
         fields["recomputed"] = dict(self.recomputed)
         fields["beside"] = dict(self.beside)
         return json.dumps(fields)
 
+    @property
+    def title(self) -> str:
+        """Names the graph."""
+        plan = f", plan {self.plan}" if self.sizes else ""
+        return f"dtrcompile graph {self.graph}{plan}: {self.kind}, {self.compiler}, {self.device}"
+
     def __str__(self) -> str:
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([self.title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+    def _rows(self) -> list[tuple[str, str]]:
         rows = [("planned for", self.sizes)] if self.sizes else []
         rows += [
             ("budget", self._budget_text()),
@@ -153,13 +185,7 @@ class CompileReport:
         if self.verification:
             rows.append(("compiled code", self.verification))
         rows += [("note", note) for note in self.notes]
-        width = max(len(name) for name, _ in rows)
-        plan = f", plan {self.plan}" if self.sizes else ""
-        lines = [
-            f"dtrcompile graph {self.graph}{plan}: {self.kind}, {self.compiler}, {self.device}"
-        ]
-        lines += [f"  {name:<{width}}  {text}" for name, text in rows]
-        return "\n".join(lines)
+        return rows
 
     def _budget_text(self) -> str:
         if self.budget_bytes is None:

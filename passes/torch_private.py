@@ -50,6 +50,7 @@ from torch._functorch._aot_autograd.descriptors import (
     ForwardTokenAOTInput,
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
+    PlainAOTInput,
     PlainAOTOutput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,

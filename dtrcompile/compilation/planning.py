@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
-from dtrcompile.compilation.probing import ProbedPlan, is_probing
+from dtrcompile.compilation.probing import ProbedPlan, is_probing, probed_budgets
 from dtrcompile.compilation.session import Session, available_bytes, device_of_graph
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.costs import make_cost_model
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.fitting.fit import (
-    MemoryModel,
-    Outcome,
-    RefereeModel,
-    fit,
-)
+from dtrcompile.passes.fitting.fit import Fitter, MemoryModel, Outcome, RefereeModel
 from dtrcompile.passes.fitting.inductor_model import InductorModel
 from dtrcompile.passes.fitting.progress import CAPTURE
 from dtrcompile.passes.graphs.capture import Captured, capture
@@ -102,6 +98,14 @@ def _plan_at_sizes(
     )
     if backward is not None:
         session.around_bytes = around_bytes(captured.program)
+    if is_probing():
+        with showing("dtrcompile"):
+            raise ProbedPlan(
+                _probed(session, captured),
+                session.input_names,
+                session.assignment.beside,
+                session.around_bytes,
+            )
     try:
         with showing(f"dtrcompile graph {session.graph}"):
             outcome = _fitted(session, captured)
@@ -110,33 +114,50 @@ def _plan_at_sizes(
         if session.kept is not None:
             session.kept.write_refusal(refusal, session.around_bytes)
         raise
-    if is_probing():
-        raise ProbedPlan(outcome)
     if not outcome.is_guess:
         session.note_baseline(outcome.baseline_measured)
         session.report()
     return outcome
 
 
-def _fitted(session: Session, captured: Captured) -> Outcome:
-    """The cheapest graphs that keep to the session's limits.
+def _probed(session: Session, captured: Captured) -> list[Outcome | InfeasibleBudgetError]:
+    """What planning comes to, for each budget that is asked for."""
+    fitter = _fitter(session, captured)
+    found: list[Outcome | InfeasibleBudgetError] = []
+    for budget in probed_budgets() or [session.options.budget]:
+        session.options = replace(session.options, budget=budget)
+        try:
+            outcome = _fitted(session, captured, fitter)
+            session.has_planned(outcome)
+            found.append(outcome)
+        except InfeasibleBudgetError as refusal:
+            found.append(refusal)
+    return found
 
-    Raises:
-        InfeasibleBudgetError: if there are none.
-    """
+
+def _fitter(session: Session, captured: Captured) -> Fitter:
     options = session.options
     is_inductor = options.compiler == "inductor"
     model: MemoryModel = (
         InductorModel(session.may_estimate, options.lowering_s) if is_inductor else RefereeModel()
     )
+    planner = make_planner(options.planner, **options.planner_options())
+    return Fitter(captured, planner, model, always_emit=not is_inductor)
+
+
+def _fitted(session: Session, captured: Captured, fitter: Fitter | None = None) -> Outcome:
+    """The cheapest graphs that keep to the session's limits.
+
+    Args:
+        fitter: of the same graphs, for other budgets.
+
+    Raises:
+        InfeasibleBudgetError: if there are none.
+    """
+    options = session.options
     try:
-        return fit(
-            captured,
-            make_planner(options.planner, **options.planner_options()),
-            session.limits,
-            model,
-            is_whole_peak=options.is_whole_peak,
-            always_emit=not is_inductor,
+        return (fitter or _fitter(session, captured)).fit(
+            session.limits, is_whole_peak=options.is_whole_peak
         )
     except InfeasibleBudgetError as refusal:
         if refusal.minimum_bytes is not None:  # of the two minima, the larger one

@@ -3,33 +3,73 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
+from dtrcompile.options import Budget
+from dtrcompile.outside.surroundings import SurroundingBytes
+from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.fitting.fit import Outcome
 
 
 class ProbedPlan(BaseException):
-    """Carries the outcome of planning.  It is not an error, so nothing on the way handles it."""
+    """Carries the outcome of planning.  It is not an error, so nothing on the way handles it.
 
-    def __init__(self, outcome: Outcome) -> None:
+    Attributes:
+        outcomes: one for each budget that was asked for; a refusal where no plan fits.
+        input_names: of the traced graph's inputs, as the user's program reads them.
+        beside: what no graph holds.
+        around_bytes: of a training step, what is there when an optimizer steps.
+    """
+
+    def __init__(
+        self,
+        outcomes: Sequence[Outcome | InfeasibleBudgetError],
+        input_names: Sequence[str],
+        beside: SurroundingBytes,
+        around_bytes: int,
+    ) -> None:
         super().__init__()
-        self.outcome = outcome
+        self.outcomes = outcomes
+        self.input_names = input_names
+        self.beside = beside
+        self.around_bytes = around_bytes
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of the only budget.
+
+        Raises:
+            InfeasibleBudgetError: if no plan fits.
+        """
+        (outcome,) = self.outcomes
+        if isinstance(outcome, InfeasibleBudgetError):
+            raise outcome
+        return outcome
 
 
-_PROBING: ContextVar[bool] = ContextVar("dtrcompile_probing", default=False)
+_BUDGETS: ContextVar[Sequence[Budget] | None] = ContextVar("dtrcompile_probing", default=None)
 
 
 def is_probing() -> bool:
     """Whether graphs are only to be planned, and `ProbedPlan` raised, instead of compiled."""
-    return _PROBING.get()
+    return _BUDGETS.get() is not None
+
+
+def probed_budgets() -> Sequence[Budget]:
+    """The budgets to plan a graph for; none: that of its options."""
+    return _BUDGETS.get() or ()
 
 
 @contextlib.contextmanager
-def probing() -> Iterator[None]:
-    """Inside of the ``with`` block, graphs are planned and not compiled."""
-    token = _PROBING.set(True)
+def probing(budgets: Sequence[Budget] = ()) -> Iterator[None]:
+    """Inside of the ``with`` block, graphs are planned and not compiled.
+
+    Args:
+        budgets: to plan for one after the other; none: that of the options.
+    """
+    token = _BUDGETS.set(budgets)
     try:
         yield
     finally:
-        _PROBING.reset(token)
+        _BUDGETS.reset(token)

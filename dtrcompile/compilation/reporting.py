@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dtrcompile import artifacts
+from dtrcompile.explain.build import explain
+from dtrcompile.explain.explained import Explained
 from dtrcompile.options import Options
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.fitting.inductor_model import ScheduleSizeModel
 from dtrcompile.passes.fitting.measured import Measured
+from dtrcompile.passes.graphs.sources import sources_of
 from dtrcompile.passes.inductor import schedule_trace, trace
 from dtrcompile.passes.program import io
 from dtrcompile.passes.program.sizes import at_sizes
@@ -32,6 +35,7 @@ def add_compile_report(
     verification: str,
     waits_for_step: bool,
     graph_break: str,
+    get_explained: Callable[[], Explained | None],
     is_logged: bool = True,
 ) -> None:
     """Add the report of one plan of a graph, in place of an earlier one.
@@ -42,6 +46,7 @@ def add_compile_report(
         verification: whether the compiled code was held to the promise, as text.
         waits_for_step: the budget is a share of a training step that has not been seen yet.
         graph_break: the message about the graph break that the graph ends in; empty for none.
+        get_explained: what the report explains; None once that is gone.
     """
     beside, others = assignment.beside, assignment.others
     measured, stats, operators = summary.measured, summary.stats, summary.program.operators
@@ -98,6 +103,7 @@ def add_compile_report(
             plan=assignment.number,
             sizes=str(assignment.sizes or ""),
             peak_formula=_formula_text(measured),
+            get_explained=get_explained,
         ),
         is_logged=is_logged,
     )
@@ -115,15 +121,41 @@ def leave_artifacts(graph: int, assignment: Assignment, outcome: Outcome) -> Non
         "program.json": io.to_json(outcome.captured.program),
         "plan.txt": outcome.plan.to_text(),
     }
-    by_sizes = outcome.measured.by_sizes
-    if isinstance(by_sizes, ScheduleSizeModel):
-        with at_sizes(assignment.sizes):
-            texts["schedule.json"] = schedule_trace.to_json(trace(by_sizes.lowered))
+    schedule = _schedule(outcome, assignment)
+    if schedule is not None:
+        texts["schedule.json"] = schedule_trace.to_json(schedule)
     number = f"-plan{assignment.number}" if assignment.number else ""
     for report in reports():
         if (report.graph, report.plan) == (graph, assignment.number):
             texts["report.txt"] = f"{report}\n"
+            texts["explanation.json"] = report.explain().to_json()
     artifacts.leave(f"graph{graph}{number}", texts)
+
+
+def explained(outcome: Outcome, assignment: Assignment, input_names: Sequence[str]) -> Explained:
+    """What planning came to, explained.
+
+    Args:
+        input_names: of the traced graph's inputs, as the user's program reads them.
+    """
+    captured = outcome.captured
+    with at_sizes(assignment.sizes):
+        sources = sources_of(captured, input_names)
+    return explain(
+        captured.program,
+        outcome.plan,
+        outcome.baseline[0],
+        sources,
+        _schedule(outcome, assignment),
+    )
+
+
+def _schedule(outcome: Outcome, assignment: Assignment) -> schedule_trace.ScheduleTrace | None:
+    by_sizes = outcome.measured.by_sizes
+    if not isinstance(by_sizes, ScheduleSizeModel):
+        return None
+    with at_sizes(assignment.sizes):
+        return trace(by_sizes.lowered)
 
 
 def _formula_text(measured: Measured) -> str:

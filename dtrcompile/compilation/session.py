@@ -32,8 +32,10 @@ can, or cannot, be measured.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -42,7 +44,8 @@ import torch
 from torch import fx
 
 from dtrcompile.compilation.kept_code import TOO_LARGE, KeptCode
-from dtrcompile.compilation.reporting import add_compile_report, leave_artifacts
+from dtrcompile.compilation.reporting import add_compile_report, explained, leave_artifacts
+from dtrcompile.explain.explained import Explained
 from dtrcompile.options import Options
 from dtrcompile.outside.surroundings import SurroundingBytes
 from dtrcompile.passes.errors import format_bytes
@@ -88,6 +91,7 @@ class Session:
         may_estimate: at an ample budget the default split need not be measured before it is
             compiled.
         graph_break: the message about the graph break that the graph ends in; empty for none.
+        input_names: of the traced graph's inputs, as the user's program reads them.
         state: see the table above.
         unverified_because: why the compiled code is not verified, in the state ``UNVERIFIED``.
         is_replaced: the graph has been compiled again since, so its report is another session's.
@@ -108,6 +112,7 @@ class Session:
     step_peak: StepPeak = field(default_factory=StepPeak)
     may_estimate: bool = False
     graph_break: str = ""
+    input_names: Sequence[str] = ()
     state: SessionState = SessionState.UNPLANNED
     unverified_because: str = ""
     is_replaced: bool = False
@@ -365,10 +370,23 @@ class Session:
             verification=self.verification,
             waits_for_step=self.step_peak.has_to_wait(self.options, trains=summary.graph.trains),
             graph_break=self.graph_break,
+            get_explained=functools.partial(_explained, weakref.ref(self)),
             is_logged=is_logged,
         )
         if self.outcome is not None:
             leave_artifacts(self.graph, self.assignment, self.outcome)
+
+
+def _explained(reference: weakref.ref[Session]) -> Explained | None:
+    """For a report, which must not hold the graphs."""
+    session = reference()
+    if session is None:
+        return None
+    outcome = session.outcome
+    if outcome is None:
+        assert session.plan_again is not None
+        outcome = session.plan_again()
+    return explained(outcome, session.assignment, session.input_names)
 
 
 def available_bytes(program: Program, device: torch.device, beside: SurroundingBytes) -> int | None:

@@ -21,6 +21,7 @@ from dtrcompile.options import Options
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.graphs.modules import copied_module, placeholders
+from dtrcompile.passes.graphs.sources import input_source, readable_path
 from dtrcompile.passes.inductor.guards import noting_guards
 from dtrcompile.passes.torch_private import TensorifyState, TracingContext, tracing
 from dtrcompile.report import next_graph_index
@@ -50,6 +51,7 @@ class GraphSource:
         # and fake inputs, because real ones would be held.
         self.first: tuple[fx.GraphModule, Sequence[Any]] | None = (gm, example_inputs)
         self.again = copied_module(gm)
+        self.input_names = [readable_path(input_source(node)) for node in placeholders(gm)]
         self.ambient = _Ambient.now()
         # Numbers that the graph holds as they are; Dynamo forgets which when it is done.
         self.fixed_numbers = frozenset(TensorifyState.force_specializations)
@@ -84,6 +86,7 @@ class GraphSource:
                     may_estimate=may_estimate,
                     may_load=may_load,
                     graph_break=self.graph_break,
+                    input_names=self.input_names,
                     plan_again=functools.partial(
                         self._planned_again, assignment, replace(self.step_peak)
                     ),

@@ -300,6 +300,40 @@ class Limits:
         return AMPLE * guessed.peak_with(self.others) <= own_bytes
 
 
+class Fitter:
+    """Finds the cheapest graphs for one budget after the other.
+
+    What was planned and lowered for one budget is used for the next, and changes no answer.
+
+    Args:
+        always_emit: emit the baseline too, where it fits (the eager executor runs nothing else).
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        planner: Planner,
+        model: MemoryModel,
+        *,
+        always_emit: bool = False,
+    ) -> None:
+        self._always_emit = always_emit
+        self._fit = _Fit(captured, planner, model)
+
+    def fit(self, limits: Callable[[Measured], Limits], *, is_whole_peak: bool = False) -> Outcome:
+        """The cheapest graphs that stay within a budget.
+
+        Args:
+            limits: what the default split holds -> what to keep to.
+            is_whole_peak: the budget is what the default split holds, whatever that is.
+
+        Raises:
+            InfeasibleBudgetError: naming the smallest budget that can be met.
+        """
+        with _only_new_objects_collected():
+            return self._fit.run(limits, is_whole_peak, self._always_emit)
+
+
 def fit(
     captured: Captured,
     planner: Planner,
@@ -309,18 +343,9 @@ def fit(
     is_whole_peak: bool = False,
     always_emit: bool = False,
 ) -> Outcome:
-    """Find the cheapest graphs that stay within the budget.
-
-    Args:
-        limits: what the default split holds -> what to keep to.
-        is_whole_peak: the budget is what the default split holds, whatever that is.
-        always_emit: emit the baseline too, where it fits (the eager executor runs nothing else).
-
-    Raises:
-        InfeasibleBudgetError: naming the smallest budget that can be met.
-    """
-    with _only_new_objects_collected():
-        return _Fit(captured, planner, model).run(limits, is_whole_peak, always_emit)
+    """As `Fitter.fit`, for one budget."""
+    fitter = Fitter(captured, planner, model, always_emit=always_emit)
+    return fitter.fit(limits, is_whole_peak=is_whole_peak)
 
 
 _is_frozen_by_others = False
@@ -373,15 +398,19 @@ class _Fit:
         # Operators of the graphs that the present search has measured.
         self.n_measured = 0
         self.is_cut_short = False
+        # The default split: its plan, and what it holds.
+        self.default: tuple[Plan, MemoryTimeline, PlanStats, Measured] | None = None
         self._verifier: Verifier | None = None
         self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Plan | None] = {}
 
     def run(
         self, limits: Callable[[Measured], Limits], is_whole_peak: bool, always_emit: bool
     ) -> Outcome:
+        self.begin()
         plan = as_it_is(self.program)
         timeline, stats = replay(self.program, plan)
-        guessed = None if always_emit else self.model.guess(self.captured, stats)
+        is_measured = always_emit or self.default is not None
+        guessed = None if is_measured else self.model.guess(self.captured, stats)
         if guessed is not None:
             agreed = limits(guessed)
             if agreed.are_ample(guessed) and not is_whole_peak:
@@ -402,25 +431,12 @@ class _Fit:
                     0.0,
                     is_guess=True,
                 )
-        start = time.perf_counter()
-        stage("lowering the default split")
-        with dynamo_timed(LOWERING):
-            measured = self.measured(None, plan, stats)
-        if list(measured.draws) != sorted(measured.draws):
-            # The compiler draws random numbers in another order; from one seed, so must the plan.
-            self.captured = self.captured.with_draws(measured.draws)
-            self.program = self.captured.program
-            plan = as_it_is(self.program)
-            timeline, stats = replay(self.program, plan)
-            measured = self.measured(None, plan, stats)
-        self.lowering_s += time.perf_counter() - start
-        self.model.keep(measured)
+        plan, timeline, stats, measured = self.default = self.default or self.measured_default()
         agreed = limits(measured)
-        budget_bytes, self.others = agreed.budget_bytes, agreed.others
-        self.workspaces = {
-            **measured.workspace_bytes,
-            **savings(self.program, measured.written_over),
-        }
+        budget_bytes = agreed.budget_bytes
+        if self.others != agreed.others:
+            self.others = agreed.others
+            self.answers.clear()  # they were for other graphs beside it
         own_bytes = None if budget_bytes is None else budget_bytes - self.others.outside_bytes
         log.debug(
             "baseline: planned %s, measured %s; budget %s",
@@ -445,6 +461,35 @@ class _Fit:
             saves_least=agreed.more_follow,
             is_cut_short=self.is_cut_short,
         )
+
+    def begin(self) -> None:
+        """Forget what belongs to the search for one budget; what was tried is still true."""
+        self.planning_s = self.lowering_s = 0.0
+        self.n_measured = self.speed_workspace_bytes = 0
+        self.is_kept = self.is_cut_short = False
+
+    def measured_default(self) -> tuple[Plan, MemoryTimeline, PlanStats, Measured]:
+        """The default split, captured again if the compiler draws random numbers in another order:
+        from one seed, a plan must draw the same."""
+        plan = as_it_is(self.program)
+        timeline, stats = replay(self.program, plan)
+        start = time.perf_counter()
+        stage("lowering the default split")
+        with dynamo_timed(LOWERING):
+            measured = self.measured(None, plan, stats)
+        if list(measured.draws) != sorted(measured.draws):
+            self.captured = self.captured.with_draws(measured.draws)
+            self.program = self.captured.program
+            plan = as_it_is(self.program)
+            timeline, stats = replay(self.program, plan)
+            measured = self.measured(None, plan, stats)
+        self.lowering_s += time.perf_counter() - start
+        self.model.keep(measured)
+        self.workspaces = {
+            **measured.workspace_bytes,
+            **savings(self.program, measured.written_over),
+        }
+        return plan, timeline, stats, measured
 
     def kept_or_chosen(
         self, agreed: Limits, own_bytes: int | None, measured: Measured, plan: Plan

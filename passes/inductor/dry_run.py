@@ -32,7 +32,8 @@ class Wrapper:
     Attributes:
         constants: what it refers to.
         steps: buffer -> the step of the plan that it belongs to; empty for a default split's.
-        operators: buffer -> the operator of the program that it belongs to.
+        operators: buffer -> the operator of the program that it belongs to, of library calls.
+        makers: buffer -> the operator of the program whose storage it is.
         written_over: operators whose result Inductor writes over an input.
         draws: operators that draw random numbers, as they follow each other.
         late_bytes: buffer -> what the plan has freed before it is computed, and is freed later.
@@ -43,6 +44,7 @@ class Wrapper:
     constants: Mapping[str, torch.Tensor]
     steps: Mapping[str, int] = field(default_factory=dict)
     operators: Mapping[str, int] = field(default_factory=dict)
+    makers: Mapping[str, int] = field(default_factory=dict)
     written_over: frozenset[int] = frozenset()
     draws: tuple[int, ...] = ()
     late_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Wrapper:
             "source": self.source,
             "steps": dict(self.steps),
             "operators": dict(self.operators),
+            "makers": dict(self.makers),
             "written_over": sorted(self.written_over),
             "draws": list(self.draws),
             "late_bytes": dict(self.late_bytes),
@@ -67,6 +70,7 @@ class Wrapper:
             {},
             entry["steps"],
             entry["operators"],
+            entry["makers"],
             frozenset(entry["written_over"]),
             tuple(entry["draws"]),
             entry["late_bytes"],
@@ -85,16 +89,29 @@ def stop_before_compiling(graph: Any) -> Any:
     """In place of ``GraphLowering.compile_to_module``: writes the wrapper, and compiles nothing."""
     code, _ = graph.codegen()
     source = getattr(code, "value", code)
-    steps, operators = (_of_buffers(graph, field) for field in ("step", "operator"))
-    written, draws = _written_over(graph), _draws(graph)
-    late_bytes = late_bytes_of(graph)
+    steps, operators, makers = (
+        _of_buffers(graph, field) for field in ("step", "operator", "output_of")
+    )
     raise Lowered(
-        Wrapper(source, dict(graph.constants), steps, operators, written, draws, late_bytes)
+        Wrapper(
+            source,
+            dict(graph.constants),
+            steps,
+            operators,
+            makers,
+            _written_over(graph, makers),
+            _draws(graph),
+            late_bytes_of(graph),
+        )
     )
 
 
 def _of_buffers(graph: Any, field_name: str) -> dict[str, int]:
-    """Which step or operator each buffer was lowered from: its latest origin's."""
+    """Which step or operator each buffer was lowered from: its latest origin's.
+
+    Args:
+        field_name: of `Mark`.
+    """
     found = {}
     for name, buffer in graph.name_to_buffer.items():
         of_origins = [
@@ -105,9 +122,8 @@ def _of_buffers(graph: Any, field_name: str) -> dict[str, int]:
     return found
 
 
-def _written_over(graph: Any) -> frozenset[int]:
+def _written_over(graph: Any, makers: Mapping[str, int]) -> frozenset[int]:
     """Operators whose result takes the place of an input that is read for the last time."""
-    makers = _of_buffers(graph, "output_of")
     return frozenset(makers[name] for name in graph.wrapper_code.reuses if name in makers)
 
 

@@ -50,7 +50,8 @@ class Event:
             where it is given back.
         buffer: the wrapper's name for it, or the program's where it is resident.
         line: of the wrapper.
-        operator: of the program, where it is known.
+        operator: of the program, where it is a library call's.
+        maker: operator of the program whose storage it is, where it is known.
         step: of the plan, where there is one.
         late_bytes: held beside it that the plan has freed by then, and the schedule frees later,
             without a higher peak than the plan's.
@@ -66,6 +67,7 @@ class Event:
     buffer: str = ""
     line: str = ""
     operator: int | None = None
+    maker: int | None = None
     step: int | None = None
     late_bytes: int = 0
     size: Term | None = None
@@ -213,7 +215,17 @@ def category(trace: ScheduleTrace, serial: int, events: Sequence[Event]) -> str:
 
 
 _FORMAT = "dtrcompile-schedule 1"
-_FIELDS = ("size_bytes", "moment", "serial", "buffer", "line", "operator", "step", "late_bytes")
+_FIELDS = (
+    "size_bytes",
+    "moment",
+    "serial",
+    "buffer",
+    "line",
+    "operator",
+    "maker",
+    "step",
+    "late_bytes",
+)
 
 
 def to_json(trace: ScheduleTrace) -> str:

@@ -187,6 +187,7 @@ class Recorder:
                 buffer,
                 line,
                 self.wrapper.operators.get(buffer),
+                self.wrapper.makers.get(buffer),
                 self.wrapper.steps.get(buffer),
                 self.wrapper.late_bytes.get(buffer, 0),
                 term,

@@ -32,6 +32,7 @@ def test_a_plan_can_be_replayed_from_its_files(
     monkeypatch.setenv(artifacts.VARIABLE, str(folder))
     train()
     assert sorted(p.name for p in folder.iterdir()) == [
+        "graph0-explanation.json",
         "graph0-plan.txt",
         "graph0-program.json",
         "graph0-report.txt",
@@ -39,6 +40,8 @@ def test_a_plan_can_be_replayed_from_its_files(
     program, plan = (str(folder / f"graph0-{end}") for end in ("program.json", "plan.txt"))
     assert main(["replay", program, plan]) == 0
     assert "planned peak" in capsys.readouterr().out
+    assert main(["explain", str(folder / "graph0-explanation.json")]) == 0
+    assert capsys.readouterr().out.startswith("dtrcompile graph 0: training, eager, cpu\n")
 
 
 @pytest.mark.inductor

@@ -20,7 +20,9 @@ from dtrcompile.passes.inductor.side_by_side import LoweredBeside, may_fork
 from dtrcompile.passes.torch_private import inductor_config
 from dtrcompile.probe import planned_outcome
 
-_WRAPPER = Wrapper("code" * 50_000, {}, {"buf0": 3}, {"buf0": 7}, frozenset({1, 2}), (5, 4))
+_WRAPPER = Wrapper(
+    "code" * 50_000, {}, {"buf0": 3}, {"buf0": 7}, {"buf1": 8}, frozenset({1, 2}), (5, 4)
+)
 
 
 @pytest.fixture(autouse=True)

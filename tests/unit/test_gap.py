@@ -54,8 +54,8 @@ def schedule_of(program: Program, plan: Plan, more: dict[int, dict[Cause, int]])
                 10 * index,
                 f"buf{index}",
                 f"buf{index} = empty_strided_cpu()",
-                step.operator,
-                index,
+                operator=step.operator,
+                step=index,
             )
         )
         live_bytes += wanted

@@ -75,7 +75,7 @@ def test_an_empty_graph_prints() -> None:
 
 def test_json_has_every_field_and_reads_back() -> None:
     read = json.loads(REPORT.to_json())
-    assert set(read) == {f.name for f in fields(CompileReport)}
+    assert set(read) == {f.name for f in fields(CompileReport)} - {"get_explained"}
     assert CompileReport(**{**read, "notes": tuple(read["notes"])}) == REPORT
 
 

@@ -1,0 +1,288 @@
+"""What a training step holds and costs within a budget, before anything is compiled or run.
+
+The model is traced and planned as in its first call (`probe`), so the peaks are those that the
+compiled step will have.  `sweep` asks for many budgets: the model is traced once, and what was
+lowered for one budget serves the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dtrcompile.compilation.probing import ProbedPlan
+from dtrcompile.compilation.reporting import explained
+from dtrcompile.explain.explained import Explained, format_ns
+from dtrcompile.explain.explanation import Explanation
+from dtrcompile.options import Budget, Options
+from dtrcompile.passes.errors import (
+    InfeasibleBudgetError,
+    MissingExtraError,
+    OptionError,
+    format_bytes,
+)
+from dtrcompile.passes.fitting.fit import Outcome
+from dtrcompile.probe import planned_for
+from dtrcompile.steps.planned import Assignment
+from dtrcompile.whole_files import replacing
+
+SWEPT = ("90%", "80%", "70%", "60%", "50%", "40%", "30%", "20%", "min")
+"""The budgets of a `sweep` that names none."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step holds and costs within a budget.  Bytes are those of a `CompileReport`.
+
+    Attributes:
+        budget: as it was given.
+        budget_bytes: what it comes to; None for ``"min"``.
+        fits: a plan keeps to the budget.  If none does, what follows is about the step without a
+            budget, except ``peak_bytes``, which is the smallest budget that can be met.
+        peak_bytes: what the graphs hold at most, with ``outside_bytes``.
+        baseline_peak_bytes: the same without a budget.
+        split: bytes at the peak: parameters, inputs, saved, temporaries, gradients, outputs.
+        saved_bytes: held between forward and backward.
+        outside_bytes: of it, what no graph holds: the state of optimizers, for example.
+        optimizer_step_bytes: the most that is there inside of ``optimizer.step()``; 0 where no
+            optimizer is counted.
+        cost_ns, baseline_cost_ns: time of a step's operators by the cost model, with and without
+            the budget.
+        refusal: why nothing fits; empty where a plan does.
+    """
+
+    budget: str
+    budget_bytes: int | None
+    fits: bool
+    peak_bytes: int
+    baseline_peak_bytes: int
+    split: Mapping[str, int]
+    saved_bytes: int
+    outside_bytes: int
+    optimizer_step_bytes: int
+    cost_ns: int
+    baseline_cost_ns: int
+    refusal: str = ""
+    get_explained: Callable[[], Explained] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def overhead(self) -> float:
+        """Cost / baseline's cost; 1.0: nothing is computed twice."""
+        return self.cost_ns / self.baseline_cost_ns if self.baseline_cost_ns else 1.0
+
+    def to_json(self) -> str:
+        """One JSON object, one key a field."""
+        return json.dumps(_fields(self))
+
+    def explain(self) -> Explanation:
+        """What the plan does with each tensor, and why.
+
+        Raises:
+            InfeasibleBudgetError: if there is no plan.
+        """
+        if self.get_explained is None:
+            raise InfeasibleBudgetError(self.budget_bytes or 0, minimum_bytes=self.peak_bytes)
+        facts = {name.strip(): text for name, text in self._rows()}
+        title = f"a training step within {self.budget}"
+        return Explanation(replace(self.get_explained(), title=title, facts=facts))
+
+    def __str__(self) -> str:
+        if not self.fits:
+            return self.refusal
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [
+            ("budget", _budget_text(self)),
+            ("peak", f"{format_bytes(self.peak_bytes)} ({self.peak_bytes} bytes)"),
+            ("without a budget", format_bytes(self.baseline_peak_bytes)),
+            *((f"  {name}", format_bytes(n)) for name, n in self.split.items() if n),
+        ]
+        if self.outside_bytes:
+            rows.append(("  beside the graphs", format_bytes(self.outside_bytes)))
+        rows.append(("saved for backward", format_bytes(self.saved_bytes)))
+        if self.optimizer_step_bytes:
+            rows.append(("optimizer.step()", format_bytes(self.optimizer_step_bytes)))
+        rows.append(
+            ("operators take", f"{format_ns(self.cost_ns)}, {self.overhead:.3f} x the baseline's")
+        )
+        return rows
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The answer of `sweep`.
+
+    Attributes:
+        points: one for each budget, in the order in which they were given.
+    """
+
+    points: tuple[Forecast, ...]
+
+    def __str__(self) -> str:
+        header = ("budget", "bytes", "peak", "of the baseline", "overhead")
+        cells = [header, *map(_cells, self.points)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+        return "\n".join(
+            "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        )
+
+    def to_json(self) -> str:
+        """A list of one JSON object a budget."""
+        return json.dumps([_fields(point) for point in self.points])
+
+    def dataframe(self) -> Any:
+        """One row a budget, as a ``pandas.DataFrame``.
+
+        Raises:
+            MissingExtraError: without pandas.
+        """
+        try:
+            import pandas  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise MissingExtraError("Sweep.dataframe", "pandas", "tables") from error
+        return pandas.DataFrame([_row(point) for point in self.points])
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw overhead against peak, to a file of any kind that matplotlib writes.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtraError("Sweep.plot", "matplotlib", "demo") from error
+        points = sorted((p for p in self.points if p.fits), key=lambda p: p.peak_bytes)
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        mib = [p.peak_bytes / 2**20 for p in points]
+        axes.plot(mib, [p.overhead for p in points], marker="o")
+        for x, point in zip(mib, points, strict=True):
+            axes.annotate(
+                point.budget, (x, point.overhead), xytext=(4, 4), textcoords="offset points"
+            )
+        axes.set_xlabel("peak (MiB)")
+        axes.set_ylabel("operators' time / without a budget")
+        axes.grid(alpha=0.3)
+        with replacing(Path(path)) as unfinished:
+            figure.savefig(unfinished)
+
+
+def plan(
+    model: Callable[..., Any], *inputs: Any, budget: object = None, **options: Any
+) -> Forecast:
+    """What a training step of ``model`` holds and costs within a budget; nothing is run.
+
+    Args:
+        model: what ``torch.compile`` would be given.  It has to be one graph.
+        inputs: what it would be called with.
+        budget: as option ``budget``.
+        options: as for ``torch.compile(..., backend="dtr")``.
+
+    Raises:
+        CaptureError: if the model does not compile as one graph.
+        OptionError: for an option that does not exist, or has no such value.
+    """
+    given = dict(options) if budget is None else {**options, "budget": budget}
+    parsed = Options.parse(given)
+    (point,) = _forecasts(model, inputs, parsed, [parsed.budget])
+    return point
+
+
+def sweep(
+    model: Callable[..., Any], *inputs: Any, budgets: Sequence[object] = SWEPT, **options: Any
+) -> Sweep:
+    """The same for many budgets: how much compute each of them costs.
+
+    Args:
+        budgets: as option ``budget``, each.
+
+    Raises:
+        CaptureError: if the model does not compile as one graph.
+        OptionError: for an option that does not exist, or has no such value.
+    """
+    if "budget" in options:
+        raise OptionError("sweep is asked for several budgets; name them with budgets=[...].")
+    parsed = [Budget.parse(budget, what="budgets") for budget in budgets]
+    if not parsed:
+        raise OptionError("sweep needs at least one budget in budgets=[...].")
+    return Sweep(tuple(_forecasts(model, inputs, Options.parse(options), parsed)))
+
+
+def _forecasts(
+    model: Callable[..., Any], inputs: Sequence[Any], options: Options, budgets: Sequence[Budget]
+) -> list[Forecast]:
+    """One for each budget; a refusal is told by what the step holds without one."""
+    asked = [*budgets, Budget.parse("100%")]
+    # What is beside the graphs counts for every budget, as it does for the smallest.
+    options = replace(options, budget=Budget.parse("min"))
+    probed = planned_for(model, inputs, options, budgets=asked)
+    *outcomes, ample = probed.outcomes
+    assert isinstance(ample, Outcome)
+    return [
+        _forecast(budget, outcome, ample, probed)
+        for budget, outcome in zip(budgets, outcomes, strict=True)
+    ]
+
+
+def _budget_text(point: Forecast) -> str:
+    return (
+        point.budget
+        if point.budget_bytes is None
+        else (f"{point.budget} = {format_bytes(point.budget_bytes)}")
+    )
+
+
+def _cells(point: Forecast) -> tuple[str, ...]:
+    budget = "" if point.budget_bytes is None else format_bytes(point.budget_bytes)
+    share = f"{point.peak_bytes / max(1, point.baseline_peak_bytes):.1%}"
+    if not point.fits:
+        return point.budget, budget, f"needs {format_bytes(point.peak_bytes)}", share, "-"
+    return point.budget, budget, format_bytes(point.peak_bytes), share, f"{point.overhead:.3f}"
+
+
+def _fields(point: Forecast) -> dict[str, Any]:
+    found = {f.name: getattr(point, f.name) for f in fields(point) if f.name != "get_explained"}
+    return {**found, "split": dict(point.split), "overhead": point.overhead}
+
+
+def _row(point: Forecast) -> dict[str, Any]:
+    row = _fields(point)
+    return {**row, **{f"{name}_bytes": n for name, n in row.pop("split").items()}}
+
+
+def _forecast(
+    budget: Budget, found: Outcome | InfeasibleBudgetError, ample: Outcome, probed: ProbedPlan
+) -> Forecast:
+    outcome = ample if isinstance(found, InfeasibleBudgetError) else found
+    others = outcome.others
+    measured, baseline = outcome.measured, outcome.baseline_measured
+    fits = outcome is found
+    peak_bytes = others.outside_bytes + measured.peak_with(others)
+    budget_bytes = outcome.budget_bytes
+    refusal = ""
+    if isinstance(found, InfeasibleBudgetError):
+        peak_bytes, budget_bytes, refusal = found.minimum_bytes or 0, found.budget_bytes, str(found)
+    return Forecast(
+        str(budget),
+        budget_bytes,
+        fits,
+        peak_bytes,
+        others.outside_bytes + baseline.peak_with(others),
+        dict(measured.split),
+        measured.saved_bytes,
+        others.outside_bytes,
+        probed.beside.in_step_bytes(probed.around_bytes),
+        outcome.stats.cost_ns,
+        outcome.baseline[2].cost_ns,
+        refusal,
+        (lambda: explained(outcome, Assignment(), probed.input_names)) if fits else None,
+    )

@@ -1,0 +1,89 @@
+"""What a command line names as the model: a user's ``module:callable``.
+
+The callable takes no arguments and returns the model and its inputs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtrcompile.passes.errors import OptionError
+
+_EXPECTED = (
+    "It has to return the model and what the model is called with, such as `return model, x` or"
+    " `return model, (x, labels)`"
+)
+
+
+@dataclass(frozen=True)
+class UserModel:
+    """A model, and what it is called with."""
+
+    model: Callable[..., Any]
+    inputs: tuple[Any, ...]
+
+
+def user_model(name: str) -> UserModel:
+    """Import the module, and call what it names.
+
+    Args:
+        name: ``package.module:callable``; modules are looked for in the present folder too.
+
+    Raises:
+        OptionError: if that fails, in one line that says at which line of the user's.
+    """
+    module_name, _, path = name.partition(":")
+    if not module_name or not path:
+        raise OptionError(f"{name!r} is not of the form module:callable, such as train:make.")
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
+            raise OptionError(f"{module_name} cannot be imported: {_told(error)}") from error
+        raise OptionError(
+            f"there is no module {module_name!r} in {folder} or among the installed packages."
+        ) from error
+    except Exception as error:
+        raise OptionError(f"{module_name} cannot be imported: {_told(error)}") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise OptionError(f"the module {module_name!r} has no {path!r}.")
+        found = getattr(found, part)
+    if not callable(found):
+        raise OptionError(f"{name} is {type(found).__name__}, and cannot be called. {_EXPECTED}.")
+    try:
+        returned = found()
+    except Exception as error:
+        raise OptionError(f"{name} raised {_told(error)}") from error
+    return _of_returned(name, returned)
+
+
+def _of_returned(name: str, returned: Any) -> UserModel:
+    if not isinstance(returned, Sequence) or len(returned) < 2 or not callable(returned[0]):
+        raise OptionError(f"{name} returned {type(returned).__name__}. {_EXPECTED}.")
+    model, *inputs = returned
+    if len(inputs) == 1 and isinstance(inputs[0], (tuple, list)):
+        inputs = list(inputs[0])
+    if not isinstance(model, nn.Module) and isinstance(model, torch.Tensor):
+        raise OptionError(f"{name} returned a tensor where the model belongs. {_EXPECTED}.")
+    return UserModel(model, tuple(inputs))
+
+
+def _told(error: Exception) -> str:
+    """An exception in one line, with the innermost line of its traceback."""
+    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{where}"

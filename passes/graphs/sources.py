@@ -1,0 +1,104 @@
+"""Where in the user's program each operator and tensor of a capture comes from.
+
+Dynamo notes the lines and the modules of what it traces on each node (``stack_trace``,
+``nn_module_stack``), and AOTAutograd carries them over to the nodes that differentiate it
+(``fwd_nn_module_stack``).  A tensor that is computed comes from where its operator does, a
+parameter from the name that Dynamo reads it by.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from dtrcompile.passes.graphs.capture import Captured
+from dtrcompile.passes.nodes import hint, value
+from dtrcompile.passes.program.sources import NOWHERE, Frame, Source, Sources, TensorForm
+from dtrcompile.passes.torch_private import PlainAOTInput
+
+
+def sources_of(captured: Captured, input_names: Sequence[str] = ()) -> Sources:
+    """Where the operators and tensors of a capture come from.
+
+    Args:
+        input_names: of the traced graph's inputs, in order, as the user's program reads them.
+    """
+    parsed: dict[str, tuple[Frame, ...]] = {}
+    return Sources(
+        tuple(_source(operator.nodes, parsed) for operator in captured.operators),
+        tuple(_form(node, input_names) for node in captured.storage_nodes),
+    )
+
+
+def _source(nodes: Sequence[fx.Node], parsed: dict[str, tuple[Frame, ...]]) -> Source:
+    """Of an operator: where its last node that tells comes from, which gives the result."""
+    for node in reversed(nodes):
+        trace = node.meta.get("stack_trace")
+        modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if not trace and not modules:
+            continue
+        if trace and trace not in parsed:
+            parsed[trace] = frames_of(trace)
+        return Source(_module(modules or {}), parsed.get(trace, ()) if trace else ())
+    return NOWHERE
+
+
+_FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$')
+
+
+def frames_of(stack_trace: str) -> tuple[Frame, ...]:
+    """The frames of a stack trace as Python prints it, the outermost first."""
+    frames: list[Frame] = []
+    is_code = False
+    for text in stack_trace.splitlines():
+        found = _FRAME.match(text)
+        if found is not None:
+            frames.append(Frame(found["file"], int(found["line"]), found["function"]))
+        elif is_code and text.strip():
+            last = frames[-1]
+            frames[-1] = Frame(last.file, last.line, last.function, text.strip())
+        is_code = found is not None
+    return tuple(frames)
+
+
+# Dynamo names a module or an input by how the function that is compiled reads it.
+_ROOT = re.compile(r"^[LG]\['([^']*)'\]")
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+
+
+def _module(stack: Mapping[str, tuple[str, object]]) -> str:
+    paths = [path for path, _ in stack.values()]
+    return readable_path(paths[-1]) if paths else ""
+
+
+def readable_path(path: str) -> str:
+    """A path of Dynamo's, such as ``L['self']._modules['head']``, as attributes: ``head``."""
+    path = _MEMBER.sub(r".\1", _ROOT.sub(r"\1", path))
+    return path.removeprefix("self").removeprefix(".") if _is_of_self(path) else path
+
+
+def input_source(node: fx.Node) -> str:
+    """How the user's program reads an input of Dynamo's graph; its name where that is not known."""
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", None)
+    # (A method until PyTorch 2.10.)
+    found = name() if callable(name) else name
+    return found if isinstance(found, str) else str(node.target)
+
+
+def _is_of_self(path: str) -> bool:
+    return path == "self" or path.startswith(("self.", "self["))
+
+
+def _form(node: fx.Node, input_names: Sequence[str]) -> TensorForm:
+    description = node.meta.get("desc")
+    name = ""
+    if isinstance(description, PlainAOTInput) and description.idx < len(input_names):
+        name = input_names[description.idx]
+    tensor = value(node)
+    if not isinstance(tensor, torch.Tensor):
+        return TensorForm(name, (), "")
+    shape = tuple(hint(size) for size in tensor.shape)
+    return TensorForm(name, shape, str(tensor.dtype).removeprefix("torch."))

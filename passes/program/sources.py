@@ -1,0 +1,68 @@
+"""Where in the user's program the operators and storages of a `Program` come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of the user's program.
+
+    Attributes:
+        code: the text of the line; empty where it could not be read.
+    """
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where something comes from.
+
+    Attributes:
+        module: path of the submodule, such as ``"blocks.0.norm"``; empty for the model itself, and
+            where it is not known.
+        frames: of the user's program, the outermost first; empty where they are not known.
+    """
+
+    module: str = ""
+    frames: tuple[Frame, ...] = ()
+
+
+NOWHERE = Source()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """What a storage holds.
+
+    Attributes:
+        name: of a parameter, buffer or input as the user's program reads it; empty for what is
+            computed.
+        shape: of its owner; empty for a scalar.
+        dtype: without ``torch.``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Of a program.
+
+    Attributes:
+        operators: one entry an operator.
+        storages: one entry a storage.
+    """
+
+    operators: tuple[Source, ...]
+    storages: tuple[TensorForm, ...]

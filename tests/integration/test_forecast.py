@@ -1,0 +1,245 @@
+"""What is said of a step beforehand, and what is explained of it, against the step itself."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrcompile
+from dtrcompile.cli import main
+from dtrcompile.explain.explained import Fate
+from dtrcompile.passes.errors import DTRError, OptionError
+from workloads.training import compile_dtr
+
+WIDTH, ROWS = 32, 256
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        return x + self.down(hidden)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 50)
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        scores = self.head(x * self.scale)
+        return nn.functional.cross_entropy(scores, labels)
+
+
+def made() -> tuple[Model, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return Model(), torch.randn(ROWS, WIDTH), torch.randint(50, (ROWS,))
+
+
+@pytest.mark.parametrize(
+    "compiler", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+)
+def test_a_forecast_is_what_the_step_is_promised(compiler: str) -> None:
+    model, *inputs = made()
+    forecast = dtrcompile.plan(model, *inputs, budget="60%", compiler=compiler)
+    assert not dtrcompile.reports()
+    compile_dtr(model, "60%", compiler=compiler)(*inputs).backward()
+    (report,) = dtrcompile.reports()
+    assert forecast.fits
+    assert forecast.peak_bytes == report.promised_peak_bytes
+    assert forecast.baseline_peak_bytes == report.baseline_peak_bytes
+    assert forecast.budget_bytes == report.budget_bytes
+    assert dict(forecast.split) == dict(report.promised_split)
+    assert forecast.overhead == report.overhead > 1
+    ours, theirs = forecast.explain().data, report.explain().data
+    for field in fields(ours):
+        if field.name not in ("title", "facts"):
+            assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
+    assert theirs.peak_bytes == report.promised_peak_bytes
+    assert theirs.facts["budget"].startswith("60% = ")
+
+
+def test_a_sweep_answers_as_each_plan_does() -> None:
+    model, *inputs = made()
+    budgets = ["90%", "60%", 150_000, "min", "5%"]
+    points = dtrcompile.sweep(model, *inputs, budgets=budgets, compiler="eager").points
+    alone = [dtrcompile.plan(model, *inputs, budget=b, compiler="eager") for b in budgets]
+    assert points == tuple(alone)
+    assert [p.fits for p in points] == [True, True, False, True, False]
+    assert points[2].peak_bytes > 150_000
+    assert points[4].peak_bytes <= points[3].peak_bytes * 1.001
+    text = str(dtrcompile.Sweep(points))
+    assert "needs" in text
+    assert [row["budget"] for row in json.loads(dtrcompile.Sweep(points).to_json())] == [
+        str(p.budget) for p in points
+    ]
+
+
+def test_an_optimizer_is_counted() -> None:
+    model, *inputs = made()
+    parameters = sum(p.nbytes for p in model.parameters())
+    optimizer = torch.optim.Adam(model.parameters())
+    alone = dtrcompile.plan(model, *inputs, budget="100%", compiler="eager")
+    beside = dtrcompile.plan(model, *inputs, budget="100%", compiler="eager", optimizer=optimizer)
+    state_bytes = beside.outside_bytes
+    assert 2 * parameters <= state_bytes <= 2.1 * parameters
+    assert beside.peak_bytes == alone.peak_bytes + state_bytes
+    assert beside.optimizer_step_bytes > 4 * parameters
+
+
+def test_every_large_tensor_is_explained_with_its_line() -> None:
+    model, *inputs = made()
+    explained = dtrcompile.plan(model, *inputs, budget="60%", compiler="eager").explain().data
+    names = {*dict(model.named_parameters()), *dict(model.named_buffers()), "x", "labels"}
+    constants = [t for t in explained.tensors if t.fate is Fate.CONSTANT and t.kind != "tangent"]
+    assert {t.name for t in constants} == names
+    source, start = inspect.getsourcelines(Model.forward)
+    of_block, start_of_block = inspect.getsourcelines(Block.forward)
+    text = {start + i: line.strip() for i, line in enumerate(source)}
+    text |= {start_of_block + i: line.strip() for i, line in enumerate(of_block)}
+    wanted = {"up": "hidden =", "down": "return x +", "norm": "hidden =", "head": "scores ="}
+    large = [t for t in explained.tensors if t.size_bytes >= explained.planned_peak_bytes / 100]
+    seen = set()
+    for tensor in large:
+        if tensor.operator is None:
+            continue
+        frame = explained.operators[tensor.operator].frames[-1]
+        assert frame.file == __file__
+        assert frame.code.startswith(text[frame.line].split("(")[0][:8])
+        module = tensor.module.rpartition(".")[2]
+        if module in wanted:
+            assert text[frame.line].startswith(wanted[module])
+            seen.add(module)
+    assert seen == wanted.keys()
+
+
+def test_a_report_explains_as_long_as_the_model_is_there() -> None:
+    model, *inputs = made()
+    compiled = compile_dtr(model, "60%", compiler="eager")
+    compiled(*inputs).backward()
+    (report,) = dtrcompile.reports()
+    assert "head" in str(report.explain())
+    assert "get_explained" not in json.loads(report.to_json())
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    with pytest.raises(DTRError, match="gone"):
+        report.explain()
+
+
+def _breaking(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x.exp()
+
+
+def test_what_is_asked_wrongly() -> None:
+    model, *inputs = made()
+    with pytest.raises(OptionError, match="budgets"):
+        dtrcompile.sweep(model, *inputs, budget="50%")
+    with pytest.raises(OptionError, match="at least one"):
+        dtrcompile.sweep(model, *inputs, budgets=[])
+    refused = dtrcompile.plan(model, *inputs, budget=1000, compiler="eager")
+    assert not refused.fits
+    assert str(refused) == refused.refusal
+    with pytest.raises(dtrcompile.InfeasibleBudgetError):
+        refused.explain()
+    with pytest.raises(dtrcompile.CaptureError, match="one graph"):
+        dtrcompile.plan(_breaking, inputs[0].requires_grad_(), budget="min")
+    assert replace(refused, get_explained=None) == refused
+
+
+_MODULE = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+                            for _ in range(4)))
+    return lambda x: model(x).square().sum(), torch.ones(1024, 16, requires_grad=True)
+
+def fails():
+    raise RuntimeError("no\\ndata")
+
+def breaks():
+    return _breaks, torch.ones(2, requires_grad=True)
+
+def _breaks(x):
+    torch._dynamo.graph_break()
+    return x.exp()
+
+nothing = None
+wrong = lambda: 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"model_of_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(_MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_commands_on_a_users_model(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = f"{module}:make"
+    assert main(["plan", named, "--budget", "70%", "--json"]) == 0
+    point = json.loads(capsys.readouterr().out)
+    assert point["peak_bytes"] <= point["budget_bytes"]
+    assert main(["sweep", named, "--budget", "70%", "--budget", "min"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["budget", "70%", "min"]
+    page = tmp_path / "page.html"
+    assert main(["explain", named, "--budget", "70%", "-o", str(page)]) == 0
+    assert "Live memory" in page.read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main(["plan", named, "--budget", "10"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_such_module:make", "no module"),
+        ("MODULE:missing", "has no 'missing'"),
+        ("MODULE:nothing", "cannot be called"),
+        ("MODULE:wrong", "returned int"),
+        ("MODULE:fails", "RuntimeError: no data"),
+        ("MODULE:breaks", "one graph"),
+        ("MODULE:", "module:callable"),
+        ("missing.json", "missing.json"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "explain", "sweep", "largest"])
+def test_commands_on_what_cannot_be_used(
+    command: str, name: str, told: str, module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if command in ("sweep", "largest") and ":" not in name:
+        told = "module:callable"
+    arguments = [command, name.replace("MODULE", module), "--budget", "1MiB"]
+    assert main(arguments) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("dtrcompile: ")
+    assert output.err.count("\n") == 1, output.err
+    assert told in output.err
