@@ -7,7 +7,7 @@ library's exception.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 
@@ -82,6 +82,7 @@ class InfeasibleBudgetError(DTRError):
         largest: (storage name, size_bytes) of the largest storages live at that peak, largest
             first.
         advice: further advice for the user, in one or more sentences.
+        places: name of the operator, or of a storage -> where in the user's program it comes from.
     """
 
     def __init__(
@@ -92,21 +93,25 @@ class InfeasibleBudgetError(DTRError):
         operator: str = "",
         largest: Sequence[tuple[str, int]] = (),
         advice: str = "",
+        places: Mapping[str, str] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.operator = operator
         self.largest = tuple(largest)
         self.advice = advice
+        self.places = dict(places or {})
         lines = [f"no plan fits a budget of {format_bytes(budget_bytes)}."]
         if minimum_bytes is not None:
             lines.append(
                 f"The smallest budget that can be met is {minimum_bytes} bytes"
                 f" ({format_bytes(minimum_bytes)})"
-                + (f"; its peak occurs at operator {operator!r}." if operator else ".")
+                + (f"; its peak occurs at operator {self._located(operator)}." if operator else ".")
             )
         if self.largest:
-            live = ", ".join(f"{name} ({format_bytes(size)})" for name, size in self.largest)
+            live = ", ".join(
+                f"{format_bytes(size)} of {self._located(name)}" for name, size in self.largest
+            )
             lines.append(f"Largest storages live there: {live}.")
         lines.append(
             f"Set budget={minimum_bytes} or more, or budget='min', or make the batch smaller."
@@ -119,9 +124,20 @@ class InfeasibleBudgetError(DTRError):
 
     def with_advice(self, advice: str) -> InfeasibleBudgetError:
         """A copy of this error with ``advice`` in place of its own."""
+        return self._copy(advice, self.places)
+
+    def with_places(self, places: Mapping[str, str]) -> InfeasibleBudgetError:
+        """A copy of this error that says where things come from."""
+        return self._copy(self.advice, places)
+
+    def _copy(self, advice: str, places: Mapping[str, str]) -> InfeasibleBudgetError:
         return _rebuild_infeasible(
-            self.budget_bytes, self.minimum_bytes, self.operator, self.largest, advice
+            self.budget_bytes, self.minimum_bytes, self.operator, self.largest, advice, places
         )
+
+    def _located(self, name: str) -> str:
+        place = self.places.get(name)
+        return f"{name!r}" if not place else f"{name!r} ({place})"
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only arguments do not pickle by default.
@@ -131,6 +147,7 @@ class InfeasibleBudgetError(DTRError):
             self.operator,
             self.largest,
             self.advice,
+            self.places,
         )
 
 
@@ -242,6 +259,7 @@ def _rebuild_infeasible(
     operator: str,
     largest: tuple[tuple[str, int], ...],
     advice: str,
+    places: Mapping[str, str],
 ) -> InfeasibleBudgetError:
     return InfeasibleBudgetError(
         budget_bytes,
@@ -249,6 +267,7 @@ def _rebuild_infeasible(
         operator=operator,
         largest=largest,
         advice=advice,
+        places=places,
     )
 
 

@@ -18,6 +18,7 @@ from dtrcompile.passes.fitting.inductor_model import InductorModel
 from dtrcompile.passes.fitting.progress import CAPTURE
 from dtrcompile.passes.graphs.capture import Captured, capture
 from dtrcompile.passes.graphs.modules import output_arguments
+from dtrcompile.passes.graphs.sources import places_of
 from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.program.sizes import at_sizes
@@ -113,7 +114,7 @@ def _plan_at_sizes(
     except InfeasibleBudgetError as refusal:
         if session.kept is not None:
             session.kept.write_refusal(refusal, session.around_bytes)
-        raise
+        raise _located(refusal, captured, session) from None
     if not outcome.is_guess:
         session.note_baseline(outcome.baseline_measured)
         session.report()
@@ -131,8 +132,20 @@ def _probed(session: Session, captured: Captured) -> list[Outcome | InfeasibleBu
             session.has_planned(outcome)
             found.append(outcome)
         except InfeasibleBudgetError as refusal:
-            found.append(refusal)
+            found.append(_located(refusal, captured, session))
     return found
+
+
+def _located(
+    refusal: InfeasibleBudgetError, captured: Captured, session: Session
+) -> InfeasibleBudgetError:
+    """The refusal in terms of the user's modules and lines.
+
+    What is kept on disk does without them: lines move, and the graph stays the same.
+    """
+    if type(refusal) is not InfeasibleBudgetError:
+        return refusal
+    return refusal.with_places(places_of(captured, session.input_names))
 
 
 def _fitter(session: Session, captured: Captured) -> Fitter:

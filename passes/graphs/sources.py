@@ -8,6 +8,7 @@ parameter from the name that Dynamo reads it by.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -33,6 +34,23 @@ def sources_of(captured: Captured, input_names: Sequence[str] = ()) -> Sources:
     )
 
 
+def places_of(captured: Captured, input_names: Sequence[str] = ()) -> dict[str, str]:
+    """Name of an operator or of a storage -> where it comes from, in a few words.
+
+    Args:
+        input_names: as for `sources_of`.
+    """
+    sources, program = sources_of(captured, input_names), captured.program
+    found = {
+        operator.name: str(source)
+        for operator, source in zip(program.operators, sources.operators, strict=True)
+    }
+    for storage, form in zip(program.storages, sources.storages, strict=True):
+        producer = program.tensors[program.root_tensor[storage.id]].producer
+        found[storage.name] = form.name if producer is None else str(sources.operators[producer])
+    return found
+
+
 def _source(nodes: Sequence[fx.Node], parsed: dict[str, tuple[Frame, ...]]) -> Source:
     """Of an operator: where its last node that tells comes from, which gives the result."""
     for node in reversed(nodes):
@@ -41,11 +59,20 @@ def _source(nodes: Sequence[fx.Node], parsed: dict[str, tuple[Frame, ...]]) -> S
         if not trace and not modules:
             continue
         if trace and trace not in parsed:
-            parsed[trace] = frames_of(trace)
+            parsed[trace] = _without_torch(frames_of(trace))
         return Source(_module(modules or {}), parsed.get(trace, ()) if trace else ())
     return NOWHERE
 
 
+def _without_torch(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Without the innermost frames that are PyTorch's own, such as of ``nn.Sequential``."""
+    n = len(frames)
+    while n and frames[n - 1].file.startswith(_TORCH):
+        n -= 1
+    return frames[:n] or frames
+
+
+_TORCH = f"{os.path.dirname(torch.__file__)}{os.sep}"
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$')
 
 
@@ -77,7 +104,11 @@ def _module(stack: Mapping[str, tuple[str, object]]) -> str:
 def readable_path(path: str) -> str:
     """A path of Dynamo's, such as ``L['self']._modules['head']``, as attributes: ``head``."""
     path = _MEMBER.sub(r".\1", _ROOT.sub(r"\1", path))
-    return path.removeprefix("self").removeprefix(".") if _is_of_self(path) else path
+    return _MODEL.sub("", path)
+
+
+# What the compiled model is called: in its own ``forward``, or where that is PyTorch's.
+_MODEL = re.compile(r"^(self|fn)(\.|$)")
 
 
 def input_source(node: fx.Node) -> str:
@@ -86,10 +117,6 @@ def input_source(node: fx.Node) -> str:
     # (A method until PyTorch 2.10.)
     found = name() if callable(name) else name
     return found if isinstance(found, str) else str(node.target)
-
-
-def _is_of_self(path: str) -> bool:
-    return path == "self" or path.startswith(("self.", "self["))
 
 
 def _form(node: fx.Node, input_names: Sequence[str]) -> TensorForm:

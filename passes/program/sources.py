@@ -35,6 +35,11 @@ class Source:
     module: str = ""
     frames: tuple[Frame, ...] = ()
 
+    def __str__(self) -> str:
+        """The module, and the innermost line."""
+        line = str(self.frames[-1]) if self.frames else ""
+        return ", ".join(part for part in (self.module, line) if part)
+
 
 NOWHERE = Source()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -345,3 +346,16 @@ def test_sizes_that_are_not_known_when_planning(of: str, budget: str) -> None:
     torch._dynamo.reset()
     with executor_checked():
         compile_dtr(function, budget)(batch(), length).backward()
+
+
+def test_a_refusal_names_the_users_modules_and_lines() -> None:
+    error = infeasible(1000)
+    assert all(name in error.places for name in (error.operator, *dict(error.largest)))
+    text = str(error)
+    for name, _ in error.largest:
+        assert f"{name!r} ({error.places[name]})" in text
+    assert re.fullmatch(r"[0-7]", error.places[error.operator])
+    names = {f"{i}.{name}" for i in (0, 2, 4, 6) for name in ("weight", "bias")}
+    assert names <= set(error.places.values())
+    assert pickle.loads(pickle.dumps(error)).places == error.places
+    assert str(error.with_advice("Do.")) == f"{text} Do."
