@@ -7,6 +7,7 @@ lowered for one budget serves the others.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from dtrcompile.passes.errors import (
 )
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.probe import planned_for
-from dtrcompile.steps.planned import Assignment
+from dtrcompile.steps.planned import Details
 from dtrcompile.whole_files import replacing
 
 SWEPT = ("90%", "80%", "70%", "60%", "50%", "40%", "30%", "20%", "min")
@@ -284,5 +285,7 @@ def _forecast(
         outcome.stats.cost_ns,
         outcome.baseline[2].cost_ns,
         refusal,
-        (lambda: explained(outcome, Assignment(), probed.input_names)) if fits else None,
+        functools.partial(explained, Details.of(outcome), outcome.plan, probed.input_names)
+        if fits
+        else None,
     )

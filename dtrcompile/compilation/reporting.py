@@ -8,15 +8,16 @@ from dtrcompile import artifacts
 from dtrcompile.explain.build import explain
 from dtrcompile.explain.explained import Explained
 from dtrcompile.options import Options
-from dtrcompile.passes.fitting.fit import Outcome
+from dtrcompile.passes.fitting.fit import Outcome, as_it_is
 from dtrcompile.passes.fitting.inductor_model import ScheduleSizeModel
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.graphs.sources import sources_of
 from dtrcompile.passes.inductor import schedule_trace, trace
 from dtrcompile.passes.program import io
-from dtrcompile.passes.program.sizes import at_sizes
+from dtrcompile.passes.program.plan import Plan
+from dtrcompile.passes.program.sizes import Sizes, at_sizes
 from dtrcompile.report import CompileReport, add_report, reports
-from dtrcompile.steps.planned import Assignment
+from dtrcompile.steps.planned import Assignment, Details
 from dtrcompile.steps.summary import Summary
 
 _UNSPLIT = (
@@ -121,7 +122,7 @@ def leave_artifacts(graph: int, assignment: Assignment, outcome: Outcome) -> Non
         "program.json": io.to_json(outcome.captured.program),
         "plan.txt": outcome.plan.to_text(),
     }
-    schedule = _schedule(outcome, assignment)
+    schedule = _schedule(outcome.measured, assignment.sizes)
     if schedule is not None:
         texts["schedule.json"] = schedule_trace.to_json(schedule)
     number = f"-plan{assignment.number}" if assignment.number else ""
@@ -132,29 +133,39 @@ def leave_artifacts(graph: int, assignment: Assignment, outcome: Outcome) -> Non
     artifacts.leave(f"graph{graph}{number}", texts)
 
 
-def explained(outcome: Outcome, assignment: Assignment, input_names: Sequence[str]) -> Explained:
-    """What planning came to, explained.
+def explained(
+    details: Details,
+    plan: Plan,
+    input_names: Sequence[str],
+    *,
+    scheduled: Plan | None = None,
+    sizes: Sizes | None = None,
+) -> Explained:
+    """A plan, explained.
 
     Args:
         input_names: of the traced graph's inputs, as the user's program reads them.
+        scheduled: the plan that was compiled, if its caller gave up something else.
+        sizes: the values of symbolic sizes; None: those that it was traced with.
     """
-    captured = outcome.captured
-    with at_sizes(assignment.sizes):
+    captured = details.captured
+    with at_sizes(sizes):
         sources = sources_of(captured, input_names)
     return explain(
         captured.program,
-        outcome.plan,
-        outcome.baseline[0],
+        plan,
+        as_it_is(captured.program),
         sources,
-        _schedule(outcome, assignment),
+        _schedule(details.measured, sizes),
+        scheduled=scheduled,
     )
 
 
-def _schedule(outcome: Outcome, assignment: Assignment) -> schedule_trace.ScheduleTrace | None:
-    by_sizes = outcome.measured.by_sizes
+def _schedule(measured: Measured, sizes: Sizes | None) -> schedule_trace.ScheduleTrace | None:
+    by_sizes = measured.by_sizes
     if not isinstance(by_sizes, ScheduleSizeModel):
         return None
-    with at_sizes(assignment.sizes):
+    with at_sizes(sizes):
         return trace(by_sizes.lowered)
 
 

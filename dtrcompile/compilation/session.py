@@ -382,11 +382,15 @@ def _explained(reference: weakref.ref[Session]) -> Explained | None:
     session = reference()
     if session is None:
         return None
-    outcome = session.outcome
-    if outcome is None:
-        assert session.plan_again is not None
-        outcome = session.plan_again()
-    return explained(outcome, session.assignment, session.input_names)
+    planned, summary = session.planned(), session.summary
+    assert planned is not None and summary is not None
+    return explained(
+        planned.details,
+        planned.plan,
+        session.input_names,
+        scheduled=summary.plan,
+        sizes=session.assignment.sizes,
+    )
 
 
 def available_bytes(program: Program, device: torch.device, beside: SurroundingBytes) -> int | None:

@@ -40,6 +40,7 @@ def explain(
     sources: Sources,
     trace: ScheduleTrace | None = None,
     *,
+    scheduled: Plan | None = None,
     title: str = "",
     facts: Mapping[str, str] | None = None,
 ) -> Explained:
@@ -48,11 +49,14 @@ def explain(
     Args:
         default: the plan without a budget, of the same program.
         trace: of the schedule that the compiler made of the plan.
+        scheduled: the plan whose steps the trace names, if its caller gave up something else; None:
+            ``plan``.
 
     Raises:
         PlanError: if a plan breaks a rule of the referee.
     """
-    return _Explainer(program, plan, default, sources).explained(trace, title, facts or {})
+    explainer = _Explainer(program, plan, default, sources, scheduled or plan)
+    return explainer.explained(trace, title, facts or {})
 
 
 class _Walk:
@@ -106,9 +110,11 @@ class _Walk:
 
 
 class _Explainer:
-    def __init__(self, program: Program, plan: Plan, default: Plan, sources: Sources) -> None:
+    def __init__(
+        self, program: Program, plan: Plan, default: Plan, sources: Sources, scheduled: Plan
+    ) -> None:
         self.program = program
-        self.plan = plan
+        self.scheduled = scheduled
         self.walk, self.default_walk = _Walk(program, plan), _Walk(program, default)
         self.timeline, self.stats = replay(program, plan)
         _, self.default_stats = replay(program, default)
@@ -340,8 +346,8 @@ class _Explainer:
 
     def maker(self, event: Event) -> int | None:
         """The operator that a buffer is computed by: of its step, else of where it was lowered."""
-        if event.step is not None and 0 <= event.step < len(self.plan.steps):
-            step = self.plan.steps[event.step]
+        if event.step is not None and 0 <= event.step < len(self.scheduled.steps):
+            step = self.scheduled.steps[event.step]
             if isinstance(step, Compute):
                 return step.operator
         return event.maker if event.maker is not None else event.operator

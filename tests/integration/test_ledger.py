@@ -971,6 +971,8 @@ def test_the_report_holds_a_result_that_is_held_after_all(budget: object) -> Non
         promised.append(dtrcompile.reports()[-1].promised_peak_bytes)
         result = None
     assert promised[1] < promised[3] == promised[4] <= always_held
+    explained = dtrcompile.reports()[-1].explain().data
+    assert explained.planned_peak_bytes == promised[4]
 
 
 @pytest.mark.parametrize("gone", ["reset", "deleted"])
