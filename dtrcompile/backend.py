@@ -12,8 +12,10 @@ from torch import fx, nn
 
 from dtrcompile.compilation.probing import is_probing
 from dtrcompile.compilation.source import GraphSource
+from dtrcompile.dynamo_errors import for_dynamo
 from dtrcompile.options import Options, defaults_used, forget_defaults_used
 from dtrcompile.outside.uncompiled import forget, graph_break, listen
+from dtrcompile.passes.errors import wrapped_error
 from dtrcompile.passes.graphs.modules import output_arguments, placeholders
 from dtrcompile.passes.graphs.recurrent import unroll_recurrent
 from dtrcompile.passes.graphs.regions import inline_regions
@@ -54,9 +56,15 @@ def dtr(
         inductor = (options or {}).get("inductor") or {}
         options = {**(options or {}), "inductor": {"mode": mode, **inductor}}
     listen()
-    parsed = Options.parse(options)
-    compiled = compile_graph(gm, example_inputs, parsed)
-    defaults_used(compiled.graph, options, parsed)
+    try:
+        parsed = Options.parse(options)
+        compiled = compile_graph(gm, example_inputs, parsed)
+        defaults_used(compiled.graph, options, parsed)
+    except Exception as error:
+        ours = wrapped_error(error)
+        if ours is None:
+            raise
+        raise for_dynamo(ours, dtr) from None
     return compiled
 
 

@@ -22,7 +22,6 @@ from rich.progress import (
 )
 from rich.table import Table
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
 
 from dtrcompile.demo.gpt import GPT, GPTSizes
 from dtrcompile.demo.memory import LiveMemory, static_bytes, trace_step
@@ -157,14 +156,8 @@ def _train(
     for _ in range(settings.steps):
         tokens, targets = batches.next()
         start = time.perf_counter()
-        try:
-            loss = compiled(tokens, targets)
-            loss.backward()
-        except BackendCompilerFailed as error:
-            # Dynamo wraps what a backend raises; ours says all there is to say.
-            if isinstance(error.inner_exception, DTRError):
-                raise error.inner_exception from error
-            raise
+        loss = compiled(tokens, targets)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())  # waits for the device

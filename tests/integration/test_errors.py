@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import pickle
 import re
+import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import dtrcompile
 from dtrcompile.passes.errors import (
@@ -359,3 +362,25 @@ def test_a_refusal_names_the_users_modules_and_lines() -> None:
     assert names <= set(error.places.values())
     assert pickle.loads(pickle.dumps(error)).places == error.places
     assert str(error.with_advice("Do.")) == f"{text} Do."
+
+
+def test_an_error_reaches_the_user_as_it_is() -> None:
+    compiled = torch.compile(layers(4), backend="dtr", options={"budget": 1000})
+    with pytest.raises(dtrcompile.InfeasibleBudgetError) as caught:
+        compiled(batch())
+    error = caught.value
+    assert "TORCHDYNAMO_VERBOSE" not in str(error)
+    assert "".join(traceback.format_exception_only(error)).startswith(
+        "dtrcompile.InfeasibleBudgetError: no plan fits a budget of 1000 B"
+    )
+    files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    assert not any("dtrcompile" in Path(file).parts for file in files)
+    assert len(traceback.format_exception(error)) <= 8
+    assert isinstance(error, BackendCompilerFailed)
+    assert type(error.inner_exception) is dtrcompile.InfeasibleBudgetError
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied) is dtrcompile.InfeasibleBudgetError
+    assert str(copied) == str(error)
+    with pytest.raises(OptionError, match="budgett") as misspelt:
+        torch.compile(layers(1), backend="dtr", options={"budgett": 1})(batch())
+    assert isinstance(misspelt.value, ValueError)
