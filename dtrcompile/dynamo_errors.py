@@ -8,6 +8,7 @@ one, and so does ``except BackendCompilerFailed``.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from dtrcompile.passes.errors import DTRError
@@ -47,10 +48,9 @@ def for_dynamo(error: DTRError, backend: object) -> DTRError:
         return error
     given = type(error)
     # It is shown by its name, and pickled as what it is.
-    members: dict[str, Any] = {"__module__": "dtrcompile", "__doc__": given.__doc__}
-    bases: tuple[type, ...] = (_Passing, given)
-    kind = type(given.__name__, bases, members)
-    made: Any = kind.__new__(kind)
+    members = {"__module__": "dtrcompile", "__doc__": given.__doc__}
+    kind = types.new_class(given.__name__, (_Passing, given), exec_body=lambda n: n.update(members))
+    made: Any = Exception.__new__(kind)
     BackendCompilerFailed.__init__(made, backend, error, None)
     made.__dict__.update(error.__dict__)
     made.args = error.args
