@@ -21,6 +21,7 @@ from dtrcompile.explain.explained import Explained, format_ns
 from dtrcompile.explain.explanation import Explanation
 from dtrcompile.options import Budget, Options
 from dtrcompile.passes.errors import (
+    DTRError,
     InfeasibleBudgetError,
     MissingExtraError,
     OptionError,
@@ -75,6 +76,10 @@ class Forecast:
         """Cost / baseline's cost; 1.0: nothing is computed twice."""
         return self.cost_ns / self.baseline_cost_ns if self.baseline_cost_ns else 1.0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What explains it is of this process alone.
+        return _forecast_of, ({f: v for f, v in _fields(self).items() if f != "overhead"},)
+
     def to_json(self) -> str:
         """One JSON object, one key a field."""
         return json.dumps(_fields(self))
@@ -84,9 +89,12 @@ class Forecast:
 
         Raises:
             InfeasibleBudgetError: if there is no plan.
+            DTRError: of a forecast that another process made.
         """
-        if self.get_explained is None:
+        if not self.fits:
             raise InfeasibleBudgetError(self.budget_bytes or 0, minimum_bytes=self.peak_bytes)
+        if self.get_explained is None:
+            raise DTRError("only the process that made a forecast can explain it.")
         facts = {name.strip(): text for name, text in self._rows()}
         title = f"a training step within {self.budget}"
         return Explanation(replace(self.get_explained(), title=title, facts=facts))
@@ -183,7 +191,8 @@ def plan(
     """What a training step of ``model`` holds and costs within a budget; nothing is run.
 
     Args:
-        model: what ``torch.compile`` would be given.  It has to be one graph.
+        model: what ``torch.compile`` would be given.  It has to be one graph.  A module that was
+            built under ``torch.device("meta")`` is planned as if it was on the CPU.
         inputs: what it would be called with.
         budget: as option ``budget``.
         options: as for ``torch.compile(..., backend="dtr")``.
@@ -248,6 +257,10 @@ def _cells(point: Forecast) -> tuple[str, ...]:
     if not point.fits:
         return point.budget, budget, f"needs {format_bytes(point.peak_bytes)}", share, "-"
     return point.budget, budget, format_bytes(point.peak_bytes), share, f"{point.overhead:.3f}"
+
+
+def _forecast_of(values: dict[str, Any]) -> Forecast:
+    return Forecast(**values)
 
 
 def _fields(point: Forecast) -> dict[str, Any]:

@@ -7,17 +7,20 @@ report changes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dtrcompile.backend import compile_graph
 from dtrcompile.compilation.probing import ProbedPlan, probing
 from dtrcompile.options import Budget, Options
 from dtrcompile.passes.errors import CaptureError, wrapped_error
 from dtrcompile.passes.fitting.fit import Outcome
+from dtrcompile.passes.torch_private import FakeTensorMode
 
 
 def planned_outcome(
@@ -54,6 +57,7 @@ def planned_for(
     Raises:
         CaptureError: if the model does not compile as one graph.
     """
+    model, inputs = _without_data(model, inputs)
     marked: list[Any] = list(inputs)
     for index, dimension in (dynamic_dimensions or {}).items():
         value = marked[index]
@@ -84,6 +88,29 @@ def planned_for(
             f" planned beforehand: {_told(error)} (TORCH_LOGS=graph_breaks says where)"
         ) from error
     raise CaptureError("the model computes nothing that needs a gradient, so nothing was planned")
+
+
+def _without_data(
+    model: Callable[..., Any], inputs: Sequence[Any]
+) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """Of a module that was built under ``torch.device("meta")``: a copy of it as if it was on the
+    CPU, without data, and such inputs.  Of any other: what is given."""
+    if not isinstance(model, nn.Module):
+        return model, inputs
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(t.is_meta for t in tensors):
+        return model, inputs
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        found = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
+        return found.requires_grad_(leaf.requires_grad)
+
+    copied = copy.deepcopy(model)
+    with mode:
+        return copied.to_empty(device="cpu"), pytree.tree_map(fake, list(inputs))
 
 
 def _told(error: Exception) -> str:

@@ -11,7 +11,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from dtrcompile.explain.explained import Explained
 from dtrcompile.explain.explanation import Explanation
@@ -102,6 +103,11 @@ class CompileReport:
         default=None, compare=False, repr=False
     )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What explains it is of this process alone.
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != _OF_PROCESS}
+        return _report_of, (values,)
+
     def explain(self) -> Explanation:
         """What the plan does with each tensor, and why.
 
@@ -132,12 +138,12 @@ class CompileReport:
 
     def to_json(self) -> str:
         """One JSON object, one key a field; without the explanation."""
-        fields = asdict(replace(self, get_explained=None))
-        del fields["get_explained"]
-        fields["promised_split"] = dict(self.promised_split)
-        fields["recomputed"] = dict(self.recomputed)
-        fields["beside"] = dict(self.beside)
-        return json.dumps(fields)
+        found = asdict(replace(self, get_explained=None))
+        del found[_OF_PROCESS]
+        found["promised_split"] = dict(self.promised_split)
+        found["recomputed"] = dict(self.recomputed)
+        found["beside"] = dict(self.beside)
+        return json.dumps(found)
 
     @property
     def title(self) -> str:
@@ -219,6 +225,13 @@ class CompileReport:
             f"{len(self.recomputed)} of {self.operators} operators, {self.recomputed_runs}"
             f" extra runs: {names}{more}"
         )
+
+
+_OF_PROCESS = "get_explained"
+
+
+def _report_of(values: dict[str, Any]) -> CompileReport:
+    return CompileReport(**values)
 
 
 class _Store:

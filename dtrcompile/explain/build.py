@@ -78,7 +78,8 @@ class _Walk:
                 case Compute(o):
                     self._compute(o)
                 case Free(s):
-                    self.stays[s].append(Stay(self.begun.pop(s), max(0, len(self.runs) - 1)))
+                    first = self.begun.pop(s)
+                    self.stays[s].append(Stay(first, max(first, len(self.runs) - 1)))
                 case Boundary():
                     self._boundary()
                 case Prefetch(s):

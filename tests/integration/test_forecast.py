@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import pickle
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -83,12 +84,26 @@ def test_a_sweep_answers_as_each_plan_does() -> None:
     assert points == tuple(alone)
     assert [p.fits for p in points] == [True, True, False, True, False]
     assert points[2].peak_bytes > 150_000
+    assert pickle.loads(pickle.dumps(points)) == points
     assert points[4].peak_bytes <= points[3].peak_bytes * 1.001
     text = str(dtrcompile.Sweep(points))
     assert "needs" in text
     assert [row["budget"] for row in json.loads(dtrcompile.Sweep(points).to_json())] == [
         str(p.budget) for p in points
     ]
+
+
+def test_a_model_without_data_is_planned_as_one_with_data() -> None:
+    model, *inputs = made()
+    with torch.device("meta"):
+        without = Model()
+        given = [torch.empty(ROWS, WIDTH), torch.empty(ROWS, dtype=torch.int64)]
+    told = [
+        dtrcompile.plan(m, *i, budget="60%", compiler="eager")
+        for m, i in ((model, inputs), (without, given), (without, inputs))
+    ]
+    assert told[0] == told[1] == told[2]
+    assert all(p.is_meta for p in without.parameters())
 
 
 def test_an_optimizer_is_counted() -> None:
@@ -136,6 +151,10 @@ def test_a_report_explains_as_long_as_the_model_is_there() -> None:
     (report,) = dtrcompile.reports()
     assert "head" in str(report.explain())
     assert "get_explained" not in json.loads(report.to_json())
+    copied = pickle.loads(pickle.dumps(report))
+    assert copied == report
+    with pytest.raises(DTRError, match="gone"):
+        copied.explain()
     del compiled
     torch._dynamo.reset()
     gc.collect()
