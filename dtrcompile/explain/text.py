@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from dtrcompile.explain.explained import (
     CATEGORIES,
@@ -130,12 +129,9 @@ def _place(found: Explained, operator: int | None) -> str:
     if not explained.frames:
         return explained.module
     frame = explained.frames[-1]
-    file = "/".join(Path(frame.file).parts[-_PATH_PARTS:])
-    return f"{file}:{frame.line}  {frame.code}".rstrip()
+    return f"{frame}  {frame.code}".rstrip()
 
 
-# Of a path, what is shown: the folder and the file.
-_PATH_PARTS = 2
 _MAX_CELL = 64
 
 

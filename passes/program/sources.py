@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,11 @@ class Frame:
     code: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        """File and line; the file from the present folder, or from the installed packages, on."""
+        file, folder = self.file, f"{os.getcwd()}{os.sep}"
+        if file.startswith(folder):
+            file = file[len(folder) :]
+        return f"{file.rpartition(_INSTALLED)[2]}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)

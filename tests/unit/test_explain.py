@@ -215,6 +215,16 @@ def test_perfetto_has_a_slice_for_each_run(found: Explained) -> None:
     assert [e["ts"] for e in slices[1:]] == pytest.approx(ends[:-1])
 
 
+def test_a_line_is_named_from_where_its_reader_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, elsewhere = str(tmp_path / "a" / "model.py"), "/elsewhere/model.py"
+    installed = "/usr/lib/python3/site-packages/timm/models/vit.py"
+    told = [str(Frame(file, 7, "forward")) for file in (here, elsewhere, installed)]
+    assert told == ["a/model.py:7", "/elsewhere/model.py:7", "timm/models/vit.py:7"]
+
+
 # What the unpickler of PyTorch's memory viewer knows of protocol 4.
 _KNOWN_OPCODES = frozenset(
     [
