@@ -271,8 +271,8 @@ def _plan(parsed: argparse.Namespace) -> None:
 
     named = user_model(parsed.model)
     forecast = plan(named.model, *named.inputs, budget=parsed.budget, **given)
-    if not forecast.fits:
-        raise DTRError(forecast.refusal)
+    if forecast.refusal is not None:
+        raise forecast.refusal
     print(forecast.to_json() if parsed.json else forecast)
 
 
@@ -310,8 +310,8 @@ def _explain(parsed: argparse.Namespace) -> None:
 
         named = user_model(parsed.model)
         forecast = plan(named.model, *named.inputs, budget=parsed.budget)
-        if not forecast.fits:
-            raise DTRError(forecast.refusal)
+        if forecast.refusal is not None:
+            raise forecast.refusal
         explanation = forecast.explain()
     else:
         explanation = Explanation.from_json(_read_text(Path(parsed.model)))

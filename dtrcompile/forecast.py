@@ -54,7 +54,7 @@ class Forecast:
             optimizer is counted.
         cost_ns, baseline_cost_ns: time of a step's operators by the cost model, with and without
             the budget.
-        refusal: why nothing fits; empty where a plan does.
+        refusal: why nothing fits; None where a plan does.
     """
 
     budget: str
@@ -68,7 +68,7 @@ class Forecast:
     optimizer_step_bytes: int
     cost_ns: int
     baseline_cost_ns: int
-    refusal: str = ""
+    refusal: InfeasibleBudgetError | None = field(default=None, compare=False)
     get_explained: Callable[[], Explained] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -78,11 +78,11 @@ class Forecast:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What explains it is of this process alone.
-        return _forecast_of, ({f: v for f, v in _fields(self).items() if f != "overhead"},)
+        return _forecast_of, (_values(self),)
 
     def to_json(self) -> str:
         """One JSON object, one key a field."""
-        return json.dumps(_fields(self))
+        return json.dumps(_plain(self))
 
     def explain(self) -> Explanation:
         """What the plan does with each tensor, and why.
@@ -91,8 +91,8 @@ class Forecast:
             InfeasibleBudgetError: if there is no plan.
             DTRError: of a forecast that another process made.
         """
-        if not self.fits:
-            raise InfeasibleBudgetError(self.budget_bytes or 0, minimum_bytes=self.peak_bytes)
+        if self.refusal is not None:
+            raise self.refusal
         if self.get_explained is None:
             raise DTRError("only the process that made a forecast can explain it.")
         facts = {name.strip(): text for name, text in self._rows()}
@@ -100,8 +100,8 @@ class Forecast:
         return Explanation(replace(self.get_explained(), title=title, facts=facts))
 
     def __str__(self) -> str:
-        if not self.fits:
-            return self.refusal
+        if self.refusal is not None:
+            return str(self.refusal)
         rows = self._rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
@@ -145,7 +145,7 @@ class Sweep:
 
     def to_json(self) -> str:
         """A list of one JSON object a budget."""
-        return json.dumps([_fields(point) for point in self.points])
+        return json.dumps([_plain(point) for point in self.points])
 
     def dataframe(self) -> Any:
         """One row a budget, as a ``pandas.DataFrame``.
@@ -263,13 +263,19 @@ def _forecast_of(values: dict[str, Any]) -> Forecast:
     return Forecast(**values)
 
 
-def _fields(point: Forecast) -> dict[str, Any]:
-    found = {f.name: getattr(point, f.name) for f in fields(point) if f.name != "get_explained"}
-    return {**found, "split": dict(point.split), "overhead": point.overhead}
+def _values(point: Forecast) -> dict[str, Any]:
+    return {f.name: getattr(point, f.name) for f in fields(point) if f.name != "get_explained"}
+
+
+def _plain(point: Forecast) -> dict[str, Any]:
+    """As JSON can hold it, with what follows from it."""
+    refusal = "" if point.refusal is None else str(point.refusal)
+    derived = {"split": dict(point.split), "overhead": point.overhead, "refusal": refusal}
+    return {**_values(point), **derived}
 
 
 def _row(point: Forecast) -> dict[str, Any]:
-    row = _fields(point)
+    row = _plain(point)
     return {**row, **{f"{name}_bytes": n for name, n in row.pop("split").items()}}
 
 
@@ -282,9 +288,9 @@ def _forecast(
     fits = outcome is found
     peak_bytes = others.outside_bytes + measured.peak_with(others)
     budget_bytes = outcome.budget_bytes
-    refusal = ""
+    refusal = None
     if isinstance(found, InfeasibleBudgetError):
-        peak_bytes, budget_bytes, refusal = found.minimum_bytes or 0, found.budget_bytes, str(found)
+        peak_bytes, budget_bytes, refusal = found.minimum_bytes or 0, found.budget_bytes, found
     return Forecast(
         str(budget),
         budget_bytes,
