@@ -85,3 +85,13 @@ def test_a_distributed_recipe_trains_and_counts_its_optimizer(arguments: tuple[s
         pytest.skip("this PyTorch has no torch.distributed")
     printed = run(*arguments)
     assert "training" in printed and "AdamW's exp_avg" in printed
+
+
+@pytest.mark.slow
+def test_two_jobs_share_a_device() -> None:
+    """Each holds to all of it while it is alone, and to half beside the other."""
+    lines = run("shared_device.py").splitlines()
+    told = [line.split(", ")[0] for line in lines if line.startswith(("first: ", "second: "))]
+    first = [line for line in told if line.startswith("first")]
+    assert first == [f"first: budget {n} MiB" for n in (24, 12, 24)]
+    assert told.count("second: budget 12 MiB") == 1
