@@ -110,11 +110,14 @@ def add_compile_report(
     )
 
 
-def leave_artifacts(graph: int, assignment: Assignment, outcome: Outcome) -> None:
+def leave_artifacts(
+    graph: int, assignment: Assignment, outcome: Outcome, *, is_final: bool
+) -> None:
     """Write program, plan, schedule and report to files, if the user asked for them.
 
     Args:
         graph: its index.
+        is_final: all graphs are compiled, so that the plan is explained too.
     """
     if not artifacts.are_wanted():
         return
@@ -129,7 +132,8 @@ def leave_artifacts(graph: int, assignment: Assignment, outcome: Outcome) -> Non
     for report in reports():
         if (report.graph, report.plan) == (graph, assignment.number):
             texts["report.txt"] = f"{report}\n"
-            texts["explanation.json"] = report.explain().to_json()
+            if is_final:
+                texts["explanation.json"] = report.explain().to_json()
     artifacts.leave(f"graph{graph}{number}", texts)
 
 

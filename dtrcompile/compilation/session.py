@@ -80,6 +80,10 @@ class SessionState(enum.Enum):
     UNKNOWN = enum.auto()
 
 
+# Nothing is to be compiled any more.
+_FINAL = (SessionState.VERIFIED, SessionState.UNVERIFIED, SessionState.COUNTED)
+
+
 @dataclass
 class Session:
     """What one compilation of a graph knows.
@@ -374,7 +378,8 @@ class Session:
             is_logged=is_logged,
         )
         if self.outcome is not None:
-            leave_artifacts(self.graph, self.assignment, self.outcome)
+            is_final = self.state in _FINAL
+            leave_artifacts(self.graph, self.assignment, self.outcome, is_final=is_final)
 
 
 def _explained(reference: weakref.ref[Session]) -> Explained | None:
