@@ -39,7 +39,6 @@ def compiled_peaks(model: ZooModel, scale: str, budget: str) -> tuple[int, int] 
     compiled = torch.compile(module, backend="dtr", options={"budget": budget})
     try:
         loss = compiled(*inputs)
-        # Before backward is done: what its caller holds is not known yet, as beforehand.
         loss.backward()
     except Exception as error:
         refusal = wrapped_error(error)

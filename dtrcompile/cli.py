@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import dtrcompile
 from dtrcompile.explain.explanation import Explanation
@@ -24,6 +24,7 @@ from dtrcompile.passes.errors import (
 from dtrcompile.whole_files import write_whole
 
 if TYPE_CHECKING:
+    from dtrcompile.forecast import Forecast
     from dtrcompile.passes.program.host_link import HostLink
     from dtrcompile.passes.program.plan import Plan
     from dtrcompile.passes.program.program import Program
@@ -260,19 +261,13 @@ def _demo(parsed: argparse.Namespace) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> None:
-    if not is_named_model(parsed.model):
+    if not _is_named_model(parsed.model):
         _plan_program(parsed)
         return
     given = {"planner": parsed.planner, "heuristic": parsed.heuristic}
     if parsed.planning_s is not None:
         given["planning_s"] = parsed.planning_s
-    from dtrcompile.forecast import plan
-    from dtrcompile.user_model import user_model
-
-    named = user_model(parsed.model)
-    forecast = plan(named.model, *named.inputs, budget=parsed.budget, **given)
-    if forecast.refusal is not None:
-        raise forecast.refusal
+    forecast = _forecast(parsed.model, parsed.budget, **given)
     print(forecast.to_json() if parsed.json else forecast)
 
 
@@ -302,17 +297,10 @@ def _largest(parsed: argparse.Namespace) -> None:
 def _explain(parsed: argparse.Namespace) -> None:
     for path in parsed.output:
         Explanation.check_name(path)
-    if is_named_model(parsed.model):
+    if _is_named_model(parsed.model):
         if parsed.budget is None:
             raise OptionError("explain needs --budget for a module:callable, such as 40% or min.")
-        from dtrcompile.forecast import plan
-        from dtrcompile.user_model import user_model
-
-        named = user_model(parsed.model)
-        forecast = plan(named.model, *named.inputs, budget=parsed.budget)
-        if forecast.refusal is not None:
-            raise forecast.refusal
-        explanation = forecast.explain()
+        explanation = _forecast(parsed.model, parsed.budget).explain()
     else:
         explanation = Explanation.from_json(_read_text(Path(parsed.model)))
     for path in parsed.output:
@@ -322,7 +310,23 @@ def _explain(parsed: argparse.Namespace) -> None:
         print(explanation.text(parsed.rows))
 
 
-def is_named_model(name: str) -> bool:
+def _forecast(name: str, budget: str, **options: Any) -> Forecast:
+    """Of a ``module:callable``.
+
+    Raises:
+        InfeasibleBudgetError: if no plan fits.
+    """
+    from dtrcompile.forecast import plan
+    from dtrcompile.user_model import user_model
+
+    named = user_model(name)
+    forecast = plan(named.model, *named.inputs, budget=budget, **options)
+    if forecast.refusal is not None:
+        raise forecast.refusal
+    return forecast
+
+
+def _is_named_model(name: str) -> bool:
     """Whether an argument is a ``module:callable``, rather than a file."""
     return ":" in name and not Path(name).exists()
 

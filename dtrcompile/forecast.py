@@ -244,11 +244,9 @@ def _forecasts(
 
 
 def _budget_text(point: Forecast) -> str:
-    return (
-        point.budget
-        if point.budget_bytes is None
-        else (f"{point.budget} = {format_bytes(point.budget_bytes)}")
-    )
+    if point.budget_bytes is None:
+        return point.budget
+    return f"{point.budget} = {format_bytes(point.budget_bytes)}"
 
 
 def _cells(point: Forecast) -> tuple[str, ...]:

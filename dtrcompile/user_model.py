@@ -13,9 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from dtrcompile.passes.errors import OptionError
 
 _EXPECTED = (
@@ -76,8 +73,6 @@ def _of_returned(name: str, returned: Any) -> UserModel:
     model, *inputs = returned
     if len(inputs) == 1 and isinstance(inputs[0], (tuple, list)):
         inputs = list(inputs[0])
-    if not isinstance(model, nn.Module) and isinstance(model, torch.Tensor):
-        raise OptionError(f"{name} returned a tensor where the model belongs. {_EXPECTED}.")
     return UserModel(model, tuple(inputs))
 
 

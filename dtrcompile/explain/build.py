@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dtrcompile.explain.explained import (
@@ -258,7 +258,7 @@ class _Explainer:
         if fate is Fate.RECOMPUTED:
             further = walk.computed[s] - 1
             again = "once more" if further == 1 else f"{further} times more"
-            gap = sum(b.first - a.last - 1 for a, b in _pairs(walk.stays[s]))
+            gap = sum(b.first - a.last - 1 for a, b in itertools.pairwise(walk.stays[s]))
             return f"computed {again} ({cost} each), instead of holding {size} over {gap} runs"
         if fate is Fate.KEPT:
             once = self._why_once(s)
@@ -372,7 +372,3 @@ class _Explainer:
 # Blocks of an allocator: a buffer may be counted as that much more in the program.
 _BLOCK_BYTES = 512
 _FORMLESS = TensorForm("", (), "")
-
-
-def _pairs(stays: Sequence[Stay]) -> Iterable[tuple[Stay, Stay]]:
-    return itertools.pairwise(stays)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from dtrcompile.explain.explained import (
     Explained,
@@ -80,8 +80,8 @@ def from_json(text: str) -> Explained:
             **{name: _frozen(data[name]) for name in _PLAIN},
             operators=tuple(_operator(entry, stacks) for entry in data["operators"]),
             tensors=tuple(_tensor(entry) for entry in data["tensors"]),
-            modules=tuple(_made(ModuleAccount, entry) for entry in data["modules"]),
-            buffers=tuple(_made(ScheduledBuffer, entry) for entry in data["buffers"]),
+            modules=tuple(ModuleAccount(**entry) for entry in data["modules"]),
+            buffers=tuple(ScheduledBuffer(**entry) for entry in data["buffers"]),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ProgramError(
@@ -97,13 +97,6 @@ def _entry(row: Any) -> dict[str, Any]:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-RowT = TypeVar("RowT")
-
-
-def _made(kind: type[RowT], entry: Mapping[str, Any]) -> RowT:
-    return kind(**entry)
 
 
 def _operator(entry: Mapping[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> ExplainedOperator:

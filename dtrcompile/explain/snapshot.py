@@ -21,7 +21,8 @@ _UNKNOWN = "unknown"
 
 def to_snapshot(found: Explained) -> bytes:
     """The pickle; of the schedule, or of the plan where there is no schedule."""
-    events, buffers = _events(found), _buffers(found)
+    buffers = _buffers(found)
+    events = _events(found, buffers)
     space = _Space()
     trace: list[dict[str, Any]] = []
     addresses: dict[int, int] = {}
@@ -69,14 +70,14 @@ def _buffers(found: Explained) -> list[ScheduledBuffer]:
     ]
 
 
-def _events(found: Explained) -> list[tuple[bool, int]]:
+def _events(found: Explained, buffers: list[ScheduledBuffer]) -> list[tuple[bool, int]]:
     """Whether a buffer is taken or given back, and which: in order.
 
     What is given back at a moment is gone before anything is taken at it.
     """
     end = (found.moments if found.buffers else len(found.runs)) - 1
     keyed = []
-    for index, buffer in enumerate(_buffers(found)):
+    for index, buffer in enumerate(buffers):
         keyed.append((buffer.first, 1, index, True))
         if buffer.last < end:
             keyed.append((buffer.last + 1, 0, index, False))

@@ -431,7 +431,9 @@ class _Fit:
                     0.0,
                     is_guess=True,
                 )
-        plan, timeline, stats, measured = self.default = self.default or self.measured_default()
+        plan, timeline, stats, measured = self.default = self.default or self.measured_default(
+            plan, timeline, stats
+        )
         agreed = limits(measured)
         budget_bytes = agreed.budget_bytes
         if self.others != agreed.others:
@@ -468,11 +470,11 @@ class _Fit:
         self.n_measured = self.speed_workspace_bytes = 0
         self.is_kept = self.is_cut_short = False
 
-    def measured_default(self) -> tuple[Plan, MemoryTimeline, PlanStats, Measured]:
+    def measured_default(
+        self, plan: Plan, timeline: MemoryTimeline, stats: PlanStats
+    ) -> tuple[Plan, MemoryTimeline, PlanStats, Measured]:
         """The default split, captured again if the compiler draws random numbers in another order:
         from one seed, a plan must draw the same."""
-        plan = as_it_is(self.program)
-        timeline, stats = replay(self.program, plan)
         start = time.perf_counter()
         stage("lowering the default split")
         with dynamo_timed(LOWERING):
