@@ -21,6 +21,7 @@ from dtrcompile.passes.errors import (
     OptionError,
     format_bytes,
 )
+from dtrcompile.passes.target.devices import TARGETS
 from dtrcompile.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 _USER_MODEL = (
     "module:callable names a function without arguments that returns the model and what it is"
     " called with, such as `return model, x` or `return model, (x, labels)`. The module is looked"
-    " for in the present folder too. The model is traced and planned, and not run."
+    " for in the present folder too. The name of a configuration of transformers, such as"
+    " transformers:GPT2Config, stands for its model, with labels, on --batch and --length. A model"
+    " is traced and planned, and not run."
 )
 _PLAN = (
     f"{_USER_MODEL} A program file, which DTRCOMPILE_ARTIFACTS=FOLDER has each compilation write,"
@@ -110,13 +113,17 @@ def _parser() -> argparse.ArgumentParser:
         description=_PLAN,
     )
     plan.add_argument("model", help="module:callable, or a program file")
-    plan.add_argument("--budget", required=True, help="such as 8GiB, 40%% or min")
+    plan.add_argument(
+        "--budget", help="such as 8GiB, 40%% or min; with --device all of its memory if left out"
+    )
     plan.add_argument("--json", action="store_true", help="print the forecast as JSON")
+    _add_elsewhere(plan)
     plan.add_argument("--planner", default="auto")
     plan.add_argument("--heuristic", default=None)
     plan.add_argument("--planning-s", type=float, default=None, help="of planner auto")
     plan.add_argument("--host-link", type=float, metavar="GB/S", help=_HOST_LINK)
     plan.add_argument("-o", "--output", type=Path, help="write the plan to this file")
+    plan.add_argument("--optimizer", metavar="NAME", help="of torch.optim, such as AdamW: counted")
     plan.set_defaults(run=_plan)
 
     sweep = commands.add_parser(
@@ -132,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         help="may be repeated (default: 90%%, 80%% … 20%% and min)",
     )
     sweep.add_argument("--json", action="store_true", help="print the points as JSON")
+    _add_elsewhere(sweep)
     sweep.add_argument("--plot", type=Path, metavar="FILE", help="draw overhead against peak")
     sweep.set_defaults(run=_sweep)
 
@@ -152,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("model", help="module:callable, or a graph*-explanation.json")
     explain.add_argument("--budget", help="of a module:callable, such as 8GiB, 40%% or min")
+    _add_elsewhere(explain)
     explain.add_argument(
         "-o",
         "--output",
@@ -183,6 +192,38 @@ def _parser() -> argparse.ArgumentParser:
     gap.add_argument("--most", type=_positive, default=20, help="steps to print (default: 20)")
     gap.set_defaults(run=_gap)
     return parser
+
+
+def _add_elsewhere(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--device",
+        metavar="GPU",
+        help="plan for a GPU that need not be there, such as H100-80GB (info lists them)",
+    )
+    command.add_argument("--dtype", help="of parameters and inputs, such as bfloat16")
+    command.add_argument("--autocast", metavar="DTYPE", help="of automatic mixed precision")
+    command.add_argument("--batch", type=_positive, help="of a transformers config (default: 1)")
+    command.add_argument(
+        "--length", type=_positive, help="of a transformers config (default: at most 1024 tokens)"
+    )
+
+
+def _elsewhere(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `dtrcompile.plan` that `_add_elsewhere` stands for.
+
+    Raises:
+        OptionError: for a dtype that PyTorch does not have.
+    """
+    import torch
+
+    found: dict[str, Any] = {"device": arguments.device}
+    for name in ("dtype", "autocast"):
+        text = getattr(arguments, name)
+        dtype = None if text is None else getattr(torch, text, None)
+        if text is not None and not isinstance(dtype, torch.dtype):
+            raise OptionError(f"--{name} {text}: PyTorch has no such dtype; bfloat16 is one.")
+        found[name] = dtype
+    return found
 
 
 def _patches(arguments: argparse.Namespace) -> None:
@@ -235,6 +276,7 @@ def _info(_: argparse.Namespace) -> None:
             print(f"cuda:{index} {properties.name}, {format_bytes(properties.total_memory)}")
     else:
         print(f"no CUDA device; {torch.get_num_threads()} CPU threads")
+    print(f"devices to plan for: {', '.join(TARGETS)}")
 
 
 def _demo(parsed: argparse.Namespace) -> None:
@@ -261,13 +303,17 @@ def _demo(parsed: argparse.Namespace) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> None:
+    if parsed.budget is None:
+        if parsed.device is None:
+            raise OptionError("plan needs --budget, such as 8GiB, 40% or min, or a --device.")
+        parsed.budget = "auto"
     if not _is_named_model(parsed.model):
         _plan_program(parsed)
         return
-    given = {"planner": parsed.planner, "heuristic": parsed.heuristic}
+    given: dict[str, Any] = {"planner": parsed.planner, "heuristic": parsed.heuristic}
     if parsed.planning_s is not None:
         given["planning_s"] = parsed.planning_s
-    forecast = _forecast(parsed.model, parsed.budget, **given)
+    forecast = _forecast(parsed, optimizer_name=parsed.optimizer, **given)
     print(forecast.to_json() if parsed.json else forecast)
 
 
@@ -278,8 +324,8 @@ def _sweep(parsed: argparse.Namespace) -> None:
     budgets = parsed.budget or SWEPT
     for budget in budgets:
         Budget.parse(budget, what="--budget")
-    named = user_model(parsed.model)
-    found = sweep(named.model, *named.inputs, budgets=budgets)
+    named = user_model(parsed.model, parsed.batch, parsed.length)
+    found = sweep(named.model, *named.inputs, budgets=budgets, **_elsewhere(parsed))
     print(found.to_json() if parsed.json else found)
     if parsed.plot is not None:
         found.plot(parsed.plot)
@@ -300,7 +346,7 @@ def _explain(parsed: argparse.Namespace) -> None:
     if _is_named_model(parsed.model):
         if parsed.budget is None:
             raise OptionError("explain needs --budget for a module:callable, such as 40% or min.")
-        explanation = _forecast(parsed.model, parsed.budget).explain()
+        explanation = _forecast(parsed).explain()
     else:
         explanation = Explanation.from_json(_read_text(Path(parsed.model)))
     for path in parsed.output:
@@ -310,8 +356,13 @@ def _explain(parsed: argparse.Namespace) -> None:
         print(explanation.text(parsed.rows))
 
 
-def _forecast(name: str, budget: str, **options: Any) -> Forecast:
-    """Of a ``module:callable``.
+def _forecast(
+    parsed: argparse.Namespace, optimizer_name: str | None = None, **options: Any
+) -> Forecast:
+    """Of a model that is named.
+
+    Args:
+        optimizer_name: of a class of `torch.optim`, of whose default settings one is counted.
 
     Raises:
         InfeasibleBudgetError: if no plan fits.
@@ -319,11 +370,31 @@ def _forecast(name: str, budget: str, **options: Any) -> Forecast:
     from dtrcompile.forecast import plan
     from dtrcompile.user_model import user_model
 
-    named = user_model(name)
-    forecast = plan(named.model, *named.inputs, budget=budget, **options)
+    elsewhere = _elsewhere(parsed)
+    Budget.parse(parsed.budget, what="--budget")
+    named = user_model(parsed.model, parsed.batch, parsed.length)
+    if optimizer_name is not None:
+        options["optimizer"] = _optimizer(optimizer_name, named.model)
+    forecast = plan(named.model, *named.inputs, budget=parsed.budget, **elsewhere, **options)
     if forecast.refusal is not None:
         raise forecast.refusal
     return forecast
+
+
+def _optimizer(name: str, model: Any) -> Any:
+    import torch
+
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise OptionError(f"--optimizer {name}: torch.optim has none of that name; AdamW is one.")
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(
+            "--optimizer needs a model that is an nn.Module, whose parameters it gets."
+        )
+    try:
+        return found(model.parameters(), lr=1e-3)
+    except Exception as error:
+        raise OptionError(f"--optimizer {name} cannot be made: {error}") from error
 
 
 def _is_named_model(name: str) -> bool:

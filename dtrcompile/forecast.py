@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dtrcompile.compilation.probing import ProbedPlan
 from dtrcompile.compilation.reporting import explained
 from dtrcompile.explain.explained import Explained, format_ns
@@ -28,7 +30,8 @@ from dtrcompile.passes.errors import (
     format_bytes,
 )
 from dtrcompile.passes.fitting.fit import Outcome
-from dtrcompile.probe import planned_for
+from dtrcompile.passes.target.devices import target_of
+from dtrcompile.probe import Elsewhere, planned_for
 from dtrcompile.steps.planned import Details
 from dtrcompile.whole_files import replacing
 
@@ -54,6 +57,9 @@ class Forecast:
             optimizer is counted.
         cost_ns, baseline_cost_ns: time of a step's operators by the cost model, with and without
             the budget.
+        device: the GPU that was planned for though it may not be there; else empty.
+        reserved_bytes: what PyTorch's caching allocator takes from the GPU over several steps, the
+            optimizer's included, which is what has to be free there; None on a CPU.
         refusal: why nothing fits; None where a plan does.
     """
 
@@ -68,6 +74,8 @@ class Forecast:
     optimizer_step_bytes: int
     cost_ns: int
     baseline_cost_ns: int
+    device: str
+    reserved_bytes: int | None
     refusal: InfeasibleBudgetError | None = field(default=None, compare=False)
     get_explained: Callable[[], Explained] | None = field(default=None, compare=False, repr=False)
 
@@ -107,7 +115,8 @@ class Forecast:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
     def _rows(self) -> list[tuple[str, str]]:
-        rows = [
+        rows = [("device", self.device)] if self.device else []
+        rows += [
             ("budget", _budget_text(self)),
             ("peak", f"{format_bytes(self.peak_bytes)} ({self.peak_bytes} bytes)"),
             ("without a budget", format_bytes(self.baseline_peak_bytes)),
@@ -118,6 +127,8 @@ class Forecast:
         rows.append(("saved for backward", format_bytes(self.saved_bytes)))
         if self.optimizer_step_bytes:
             rows.append(("optimizer.step()", format_bytes(self.optimizer_step_bytes)))
+        if self.reserved_bytes is not None:
+            rows.append(("allocator reserves", format_bytes(self.reserved_bytes)))
         rows.append(
             ("operators take", f"{format_ns(self.cost_ns)}, {self.overhead:.3f} x the baseline's")
         )
@@ -186,7 +197,13 @@ class Sweep:
 
 
 def plan(
-    model: Callable[..., Any], *inputs: Any, budget: object = None, **options: Any
+    model: Callable[..., Any],
+    *inputs: Any,
+    budget: object = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    **options: Any,
 ) -> Forecast:
     """What a training step of ``model`` holds and costs within a budget; nothing is run.
 
@@ -195,6 +212,10 @@ def plan(
             built under ``torch.device("meta")`` is planned as if it was on the CPU.
         inputs: what it would be called with.
         budget: as option ``budget``.
+        device: a GPU that need not be there, such as ``"cuda:H100-80GB"``
+            (`dtrcompile.passes.target.devices.TARGETS`); without it, where the tensors are.
+        dtype: of the model's floating-point parameters, buffers and inputs; without it, their own.
+        autocast: as if the step ran under ``torch.autocast`` with this dtype.
         options: as for ``torch.compile(..., backend="dtr")``.
 
     Raises:
@@ -203,17 +224,25 @@ def plan(
     """
     given = dict(options) if budget is None else {**options, "budget": budget}
     parsed = Options.parse(given)
-    (point,) = _forecasts(model, inputs, parsed, [parsed.budget])
+    elsewhere = _elsewhere(device, dtype, autocast)
+    (point,) = _forecasts(model, inputs, parsed, [parsed.budget], elsewhere)
     return point
 
 
 def sweep(
-    model: Callable[..., Any], *inputs: Any, budgets: Sequence[object] = SWEPT, **options: Any
+    model: Callable[..., Any],
+    *inputs: Any,
+    budgets: Sequence[object] = SWEPT,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    **options: Any,
 ) -> Sweep:
     """The same for many budgets: how much compute each of them costs.
 
     Args:
         budgets: as option ``budget``, each.
+        device, dtype, autocast: as for `plan`.
 
     Raises:
         CaptureError: if the model does not compile as one graph.
@@ -224,22 +253,42 @@ def sweep(
     parsed = [Budget.parse(budget, what="budgets") for budget in budgets]
     if not parsed:
         raise OptionError("sweep needs at least one budget in budgets=[...].")
-    return Sweep(tuple(_forecasts(model, inputs, Options.parse(options), parsed)))
+    elsewhere = _elsewhere(device, dtype, autocast)
+    return Sweep(tuple(_forecasts(model, inputs, Options.parse(options), parsed, elsewhere)))
+
+
+def _elsewhere(
+    device: str | None, dtype: torch.dtype | None, autocast: torch.dtype | None
+) -> Elsewhere:
+    return Elsewhere(None if device is None else target_of(device), dtype, autocast)
 
 
 def _forecasts(
-    model: Callable[..., Any], inputs: Sequence[Any], options: Options, budgets: Sequence[Budget]
+    model: Callable[..., Any],
+    inputs: Sequence[Any],
+    options: Options,
+    budgets: Sequence[Budget],
+    elsewhere: Elsewhere,
 ) -> list[Forecast]:
     """One for each budget; a refusal is told by what the step holds without one."""
     asked = [*budgets, Budget.parse("100%")]
     # What is beside the graphs counts for every budget, as it does for the smallest.
     options = replace(options, budget=Budget.parse("min"))
-    probed = planned_for(model, inputs, options, budgets=asked)
+    probed = planned_for(model, inputs, options, budgets=asked, elsewhere=elsewhere)
     *outcomes, ample = probed.outcomes
     assert isinstance(ample, Outcome)
+    *reserved, of_ample = probed.reserved_bytes
+    device = "" if elsewhere.target is None else elsewhere.target.name
     return [
-        _forecast(budget, outcome, ample, probed)
-        for budget, outcome in zip(budgets, outcomes, strict=True)
+        _forecast(
+            budget,
+            outcome,
+            ample,
+            probed,
+            device,
+            of_ample if isinstance(outcome, InfeasibleBudgetError) else reserved_bytes,
+        )
+        for budget, outcome, reserved_bytes in zip(budgets, outcomes, reserved, strict=True)
     ]
 
 
@@ -278,7 +327,12 @@ def _row(point: Forecast) -> dict[str, Any]:
 
 
 def _forecast(
-    budget: Budget, found: Outcome | InfeasibleBudgetError, ample: Outcome, probed: ProbedPlan
+    budget: Budget,
+    found: Outcome | InfeasibleBudgetError,
+    ample: Outcome,
+    probed: ProbedPlan,
+    device: str,
+    reserved_bytes: int | None,
 ) -> Forecast:
     outcome = ample if isinstance(found, InfeasibleBudgetError) else found
     others = outcome.others
@@ -301,6 +355,8 @@ def _forecast(
         probed.beside.in_step_bytes(probed.around_bytes),
         outcome.stats.cost_ns,
         outcome.baseline[2].cost_ns,
+        device,
+        reserved_bytes,
         refusal,
         functools.partial(explained, Details.of(outcome), outcome.plan, probed.input_names)
         if fits

@@ -1,6 +1,7 @@
 """What a command line names as the model: a user's ``module:callable``.
 
-The callable takes no arguments and returns the model and its inputs.
+The callable takes no arguments and returns the model and its inputs.  The name of a configuration
+class of the transformers library stands for its model, without data, and inputs of a given size.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+from dtrcompile.configured_model import UserModel, is_config, model_of_config
 from dtrcompile.passes.errors import OptionError
 
 _EXPECTED = (
@@ -21,19 +22,12 @@ _EXPECTED = (
 )
 
 
-@dataclass(frozen=True)
-class UserModel:
-    """A model, and what it is called with."""
-
-    model: Callable[..., Any]
-    inputs: tuple[Any, ...]
-
-
-def user_model(name: str) -> UserModel:
+def user_model(name: str, batch: int | None = None, length: int | None = None) -> UserModel:
     """Import the module, and call what it names.
 
     Args:
         name: ``package.module:callable``; modules are looked for in the present folder too.
+        batch, length: of the inputs of a configuration's model, in samples and in tokens.
 
     Raises:
         OptionError: if that fails, in one line that says at which line of the user's.
@@ -60,6 +54,13 @@ def user_model(name: str) -> UserModel:
         found = getattr(found, part)
     if not callable(found):
         raise OptionError(f"{name} is {type(found).__name__}, and cannot be called. {_EXPECTED}.")
+    if is_config(found):
+        return model_of_config(found, batch, length)
+    if batch is not None or length is not None:
+        raise OptionError(
+            f"--batch and --length are for configurations of transformers; {name} makes its own"
+            " inputs."
+        )
     try:
         returned = found()
     except Exception as error:

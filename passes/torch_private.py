@@ -80,6 +80,22 @@ from torch.autograd import _disable_profiler_legacy as disable_profiler
 from torch.autograd import _enable_profiler_legacy as enable_profiler
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
+# --- planning for a device that is not there ------------------------------------------------------
+from torch._C import DispatchKey, DispatchKeySet
+from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeyGuard
+from torch._dynamo import device_interface
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import compile_fx as compile_fx_module
+from torch._inductor import scheduler as inductor_scheduler
+from torch._inductor.codegen.triton_split_scan import TritonSplitScanKernel
+from torch._inductor.fx_passes import joint_graph
+from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import _DISPATCH_META_HANDLERS as metadata_handlers
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _triton as triton_availability
+
 # --- what the allocator counts --------------------------------------------------------------------
 from torch.cuda.memory import _snapshot as allocator_snapshot
 

@@ -22,6 +22,7 @@ from dtrcompile.passes.graphs.sources import places_of
 from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.program.sizes import at_sizes
+from dtrcompile.passes.target.tracing import not_traced
 from dtrcompile.passes.torch_private import TracingContext, dynamo_timed
 from dtrcompile.progress import showing
 from dtrcompile.steps.planned import around_bytes
@@ -40,7 +41,7 @@ def plan_step(
     Raises:
         InfeasibleBudgetError: if no plan stays within the budget.
     """
-    with at_sizes(session.assignment.sizes):
+    with at_sizes(session.assignment.sizes), not_traced():
         return _plan_at_sizes(
             session,
             forward,

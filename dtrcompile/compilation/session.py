@@ -54,6 +54,7 @@ from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.inductor import Wrapper
 from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.target.devices import current_target
 from dtrcompile.steps.planned import Assignment, Details, Planned, around_bytes
 from dtrcompile.steps.step_peak import StepPeak
 from dtrcompile.steps.summary import GraphFacts, Summary
@@ -405,6 +406,9 @@ def available_bytes(program: Program, device: torch.device, beside: SurroundingB
     """
     if device.type != "cuda":
         return None
+    target = current_target()
+    if target is not None:
+        return target.available_bytes
     free_bytes, _ = torch.cuda.mem_get_info(device)
     cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     held_bytes = sum(

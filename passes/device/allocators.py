@@ -11,12 +11,14 @@ that a request can be given: the same in every run.  Blocks of expandable segmen
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.torch_private import allocator_snapshot
 
 _MIB = 1 << 20
@@ -75,9 +77,34 @@ def allocator_of(device: torch.device) -> Allocator:
     """How the allocator of ``device`` is set up in this process."""
     if device.type != "cuda":
         return EXACT
+    if current_target() is not None:
+        return from_settings(_settings_of_environment())
     if torch.cuda.get_allocator_backend() != "native":
         return Allocator(_CUDA_GRANULE_BYTES)
     return from_settings(allocator_snapshot()["allocator_settings"])
+
+
+def library_workspace_bytes(device: torch.device) -> int:
+    """What cuBLAS asks the allocator for at its first product on a stream, and keeps.
+
+    ``aten/src/ATen/cuda/CublasHandlePool.cpp``, ``parseChosenWorkspaceSize``.
+    """
+    if device.type != "cuda":
+        return 0
+    target = current_target()
+    capability = target.capability if target else torch.cuda.get_device_capability(device)
+    return 32 * _MIB if capability >= (9, 0) else 8 * _MIB + (128 << 10)
+
+
+def _settings_of_environment() -> dict[str, Any]:
+    """What a process with these environment variables would have, as far as it can be told."""
+    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    given = dict(part.split(":", 1) for part in text.replace(" ", "").split(",") if ":" in part)
+    max_split_mib = given.get("max_split_size_mb", "")
+    return {
+        "expandable_segments": given.get("expandable_segments", "").lower() == "true",
+        "max_split_size": int(max_split_mib) * _MIB if max_split_mib.isdigit() else -1,
+    }
 
 
 def from_settings(settings: Mapping[str, Any]) -> Allocator:

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dtrcompile.passes.device.allocators import Allocator
+from dtrcompile.passes.device.allocators import EXACT, Allocator
 from dtrcompile.passes.device.workspaces import measured_workspace_bytes, workspace_bytes
 from dtrcompile.passes.errors import UnknownOptimizerError
 from dtrcompile.passes.torch_private import (
@@ -52,6 +52,19 @@ _PRIVATE_HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Memory that a step asks for, or gives back.
+
+    Attributes:
+        serial: of what is held; the same where it is given back.
+        size_bytes: None where it is given back.
+    """
+
+    serial: int
+    size_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +119,20 @@ def step_bytes(
         max(first.later_peak_bytes, second.later_peak_bytes),
         is_guess=True,
     )
+
+
+def step_requests(
+    optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[Sequence[Request], Sequence[Request]]:
+    """What the allocator of ``device`` is asked for in the first step, and in any later one.
+
+    Raises:
+        UnknownOptimizerError: if its ``step`` cannot be run on fake tensors.
+    """
+    run = _Run(optimizer, device, EXACT, True)
+    run.counting.records = True
+    run.count()
+    return tuple(run.requests[0]), tuple(run.requests[1])
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -206,6 +233,7 @@ class _Run:
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             self.mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.values = WeakTensorKeyDictionary()
+        self.requests: list[list[Request]] = []  # of each step, where they are recorded
         self.counting = _Counting(device, allocator, self.values, condition)
 
     def count(self) -> StepBytes:
@@ -227,8 +255,10 @@ class _Run:
         self.step(fake)
         first_peak_bytes = self.counting.peak_bytes
         state = self.state_of(fake)
+        self.requests.append(self.counting.requests)
         self.step(fake)
         later_peak_bytes = self.counting.peak_bytes
+        self.requests.append(self.counting.requests)
         self.skip_steps(fake)
         self.step(fake)
         later_peak_bytes = max(later_peak_bytes, self.counting.peak_bytes)
@@ -249,7 +279,7 @@ class _Run:
         step = inspect.unwrap(type(fake).step)
         self.counting.start()
         types_ = list(optimizer_module._foreach_supported_types)
-        if all(type(p) in types_ for p in parameters_of(self.real)):
+        if all(type(p) in (*types_, FakeTensor) for p in parameters_of(self.real)):
             types_.append(FakeTensor)
         with (
             torch.set_grad_enabled(bool(fake.defaults.get("differentiable", False))),
@@ -370,7 +400,8 @@ class _Copy:
         return self.fakes[id(real)]
 
     def empty_like(self, real: torch.Tensor) -> torch.Tensor:
-        if type(real) not in (torch.Tensor, torch.nn.Parameter) or real.layout != torch.strided:
+        known = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+        if type(real) not in known or real.layout != torch.strided:
             raise UnknownOptimizerError(
                 "the optimizer", f"it holds a tensor of type {type(real).__name__}, {real.layout}"
             )
@@ -386,6 +417,8 @@ class _Counting(TorchDispatchMode):
     Attributes:
         peak_bytes: the most since `start`, above what was live then.
         is_guess: a value was read that is not known.
+        records: each request is recorded, in the order in which the allocator gets it.
+        requests: since `start`; what is then still there belongs to the state.
     """
 
     def __init__(
@@ -404,6 +437,9 @@ class _Counting(TorchDispatchMode):
         self.known: dict[int, StorageWeakRef] = {}
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.live_bytes = self.peak_bytes = 0
+        self.records = False
+        self.requests: list[Request] = []
+        self._serials: dict[int, int] = {}
 
     def start(self) -> None:
         """A step begins; what is there counts no more."""
@@ -412,10 +448,17 @@ class _Counting(TorchDispatchMode):
         self.known = {key: ref for key, ref in self.known.items() if not ref.expired()}
         self.live.clear()
         self.live_bytes = self.peak_bytes = 0
+        self.requests = []
+        self._serials.clear()
 
     def drop_dead(self) -> None:
         for key in [key for key, (ref, _) in self.live.items() if ref.expired()]:
-            self.live_bytes -= self.live.pop(key)[1]
+            self.drop(key)
+
+    def drop(self, key: int) -> None:
+        self.live_bytes -= self.live.pop(key)[1]
+        if self.records:
+            self.requests.append(Request(self._serials.pop(key), None))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -453,13 +496,16 @@ class _Counting(TorchDispatchMode):
                 return
             del self.known[key]
         if key in self.live:
-            ref, size_bytes = self.live[key]
-            if not ref.expired():
+            if not self.live[key][0].expired():
                 return
-            self.live_bytes -= size_bytes
+            self.drop(key)
         size_bytes = self.allocator.block_bytes(storage.nbytes())
         self.live[key] = (StorageWeakRef(storage), size_bytes)
         self.live_bytes += size_bytes
+        if self.records:
+            self.drop_dead()
+            self._serials[key] = len(self.requests)
+            self.requests.append(Request(len(self.requests), storage.nbytes()))
         self.use(0)
 
     def use(self, size_bytes: int) -> None:

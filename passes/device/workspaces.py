@@ -4,7 +4,8 @@ oneDNN's reordered copies, cuDNN's scratch space and sort buffers are in no grap
 workspace is what its allocator peak exceeds inputs and outputs by; it depends on the library, the
 shapes and the layouts, so it is measured on the device with inputs of that form, and remembered for
 the life of the process.  Calls that draw random numbers are not run; they count as having none.
-Fused attention is run all the same, and the random state is as before.
+Fused attention is run all the same, and the random state is as before.  On a device that is not
+there nothing is run: `target.workspaces` gives bounds.
 
 Operators of others than torch are run too, on zeros, unless what they hold was declared
 (`passes.declared`).  Where one cannot be run, `unknown_workspaces` says so.
@@ -26,6 +27,8 @@ from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.declared import declaration
 from dtrcompile.passes.nodes import extent_bytes, hint, is_custom
+from dtrcompile.passes.target.devices import current_target
+from dtrcompile.passes.target.workspaces import foreseen_bytes
 from dtrcompile.passes.torch_private import (
     ExperimentalConfig,
     OpOverload,
@@ -89,6 +92,7 @@ def measured_workspace_bytes(
 ) -> int:
     """`workspace_bytes` of any operator: also of one that holds a few bytes at most."""
     signature = (
+        current_target(),
         str(func),
         pytree.tree_map(_form, (tuple(args), tuple(sorted(kwargs.items())))),
     )
@@ -185,6 +189,10 @@ def _measure(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], traced: object
 ) -> int:
     is_on_cuda = any(_is_tensor(t) and t.device.type == "cuda" for t in pytree.tree_leaves(args))
+    target = current_target()
+    if target is not None:
+        foreseen = foreseen_bytes(target, func, args) if is_on_cuda else 0
+        return _bound(args, traced) if foreseen is None else foreseen
     if not is_on_cuda and torch.autograd.profiler._is_profiler_enabled:
         # A thread has one profile at a time, and this one's is the user's.
         with ThreadPoolExecutor(1) as pool:

@@ -30,6 +30,7 @@ from filelock import FileLock, Timeout
 
 from dtrcompile.passes.device.costs import cpu_name
 from dtrcompile.passes.source_hash import hash_of_folder
+from dtrcompile.passes.target.devices import Target, current_target
 from dtrcompile.passes.torch_private import (
     CacheArtifactManager,
     cache_dir,
@@ -142,7 +143,7 @@ def _record(key: str, stored: Mapping[str, Any]) -> None:
 def _surroundings() -> tuple[object, ...]:
     """What a schedule may depend on beside its graphs."""
     return (
-        _installation(),
+        _installation(current_target()),
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
@@ -215,9 +216,10 @@ def _plain(value: object) -> str:
     return f"{type(value).__qualname__} {_plain(identity)}"
 
 
-@functools.lru_cache(maxsize=1)
-def _installation() -> tuple[object, ...]:
-    devices = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
+@functools.cache
+def _installation(target: Target | None) -> tuple[object, ...]:
+    devices: list[object] = [target]
+    devices += [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
     return (
         torch_key(),
         torch.__version__,

@@ -23,6 +23,7 @@ from dtrcompile.passes.inductor.dry_run import Lowered, Wrapper
 from dtrcompile.passes.inductor.patches import Purpose, applied
 from dtrcompile.passes.inductor.side_by_side import LoweredBeside
 from dtrcompile.passes.nodes import mark_of
+from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.torch_private import (
     BoxedBool,
     DebugContext,
@@ -255,5 +256,5 @@ def _asked(gm: fx.GraphModule, example_inputs: Sequence[object], others: object)
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     donated = metadata.bw_donated_idxs if metadata is not None else None
-    digest.update(f"{others} {donated}".encode())
+    digest.update(f"{others} {donated} {current_target()}".encode())
     return digest.hexdigest()

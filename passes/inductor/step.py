@@ -38,6 +38,7 @@ from dtrcompile.passes.inductor.wrapper_run import Recorder, Resident, Surroundi
 from dtrcompile.passes.nodes import hint, mark_of, value
 from dtrcompile.passes.program.program import Phase, StorageKind
 from dtrcompile.passes.program.sizes import at_sizes
+from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.torch_private import (
     FakeTensor,
     InputMutationAOTOutput,
@@ -155,7 +156,8 @@ def _lowered(
             return lowered[0]
 
     beside = None
-    if not captured.symbols and device_of(captured).type == "cpu" and may_fork():
+    is_on_cpu = device_of(captured).type == "cpu" or current_target() is not None
+    if not captured.symbols and is_on_cpu and may_fork():
         inputs = [_restrided(value(n), expected_strides.get(n.name)) for n in inputs_of_backward]
         with _donating(donated):
             beside = lower_beside(backward, inputs, **lowering_backward)

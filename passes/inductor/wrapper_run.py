@@ -396,6 +396,7 @@ def run_wrapper(
         raise VerificationError(NO_WRAPPER)
     namespace: dict[str, Any] = {"__name__": "dtr_wrapper", "_dtr_kernel": _Kernel()}
     source = wrapper.source.replace(start, "async_compile = _dtr_kernel")
+    source = _TRITON_IMPORT.sub("", source)
 
     def empty(device: str) -> Any:
         def allocate(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
@@ -427,6 +428,8 @@ def run_wrapper(
             namespace["reinterpret_tensor"] = reinterpret
             for name in ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment"):
                 namespace[name] = _Kernel()
+            # Inputs are taken to be aligned: what PyTorch allocates is.
+            namespace["copy_if_misaligned"] = lambda tensor: tensor
             namespace["extern_kernels"] = _ExternKernels(counting)
             # What the mode remembers of a call is its result's form without its storage's size.
             with mock.patch.object(mode, "cache_enabled", False), mode, counting:
@@ -439,6 +442,8 @@ def run_wrapper(
     return list(outputs)
 
 
+# What only kernels need, and what is not installed everywhere.
+_TRITON_IMPORT = re.compile(r"^import triton\b.*", re.MULTILINE)
 # Library calls whose operator has another name.
 _ATEN = {"bias_addmm": "addmm"}
 _OUT = re.compile(r"\bout=(?:reinterpret_tensor\()?(\w+)")

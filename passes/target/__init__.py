@@ -1,0 +1,1 @@
+"""Planning for a GPU that is not there."""

@@ -1,0 +1,204 @@
+"""Planning for a GPU that is not there."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrcompile
+from dtrcompile.cli import main
+from dtrcompile.passes.errors import CaptureError, OptionError
+from workloads.training import compile_dtr
+
+WIDTH, ROWS, LAYERS = 256, 256, 4
+PARAMETER_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+DEVICE = "cuda:H100-80GB"
+
+pytestmark = pytest.mark.inductor
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().sum()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inner(x).chunk(3, -1)
+        query, key, value = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in parts)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.drop(mixed).square().mean()
+
+
+def made() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Net(), torch.randn(ROWS, WIDTH)
+
+
+def test_a_simple_net_holds_the_same_on_every_device() -> None:
+    """Its kernels write the same values on each: all are multiples of 512 bytes but the loss."""
+    model, x = made()
+    here = dtrcompile.plan(model, x, budget="100%")
+    there = dtrcompile.plan(model, x, budget="100%", device=DEVICE)
+    assert there.fits
+    assert there.device == "NVIDIA H100 80GB HBM3"
+    assert here.device == ""
+    # The loss and its gradient are blocks of 512 bytes there, and four bytes here.
+    for name in ("peak_bytes", "baseline_peak_bytes"):
+        assert 0 <= getattr(there, name) - getattr(here, name) <= 2 * 508
+    assert there.split["parameters"] == here.split["parameters"] == PARAMETER_BYTES
+    assert here.reserved_bytes is None
+    # cuBLAS's workspace, and whole segments: see `CachingAllocator`.
+    assert there.reserved_bytes is not None
+    assert there.reserved_bytes >= there.peak_bytes + (32 << 20)
+    assert there.reserved_bytes % (2 << 20) == 0
+    assert there.cost_ns < here.cost_ns
+
+
+def test_nothing_is_left_of_it() -> None:
+    model, x = made()
+    dtrcompile.plan(model, x, budget="60%", device=DEVICE)
+    assert not torch.cuda.is_available() or torch.cuda.get_device_name() != "NVIDIA H100 80GB HBM3"
+    assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
+    expected = Net()
+    expected.load_state_dict(model.state_dict())
+    expected(x).backward()
+    compile_dtr(model, "100%")(x).backward()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_attention_and_autocast_are_those_of_the_device() -> None:
+    """Flash attention keeps no scores: what is saved grows with the length, not with its square."""
+    model = Attention()
+    saved = [
+        dtrcompile.plan(
+            model,
+            torch.randn(1, n, WIDTH),
+            budget="100%",
+            device="H200",
+            autocast=torch.bfloat16,
+        ).saved_bytes
+        for n in (128, 256)
+    ]
+    assert 1.5 < saved[1] / saved[0] < 2.5
+    old = [
+        dtrcompile.plan(
+            model, torch.randn(1, n, WIDTH), budget="100%", device="V100-16GB"
+        ).saved_bytes
+        for n in (128, 256)
+    ]
+    assert 1.5 < old[1] / old[0] < 2.5  # memory-efficient attention
+
+
+def test_a_model_without_data_and_its_optimizer() -> None:
+    with torch.device("meta"):
+        model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    forecast = dtrcompile.plan(
+        model, torch.zeros(ROWS, WIDTH), device="A100-80GB", optimizer=optimizer, budget="auto"
+    )
+    assert forecast.budget_bytes is not None
+    assert 78 << 30 < forecast.budget_bytes < 80 << 30
+    # Two moments of each parameter.  Counts of steps are on the CPU.
+    assert forecast.outside_bytes == 2 * PARAMETER_BYTES
+    assert not optimizer.state
+    assert all(p.is_meta for p in model.parameters())
+    # On a GPU the optimizer works on lists of tensors, and makes one for its denominators.
+    assert forecast.optimizer_step_bytes >= (4 + 1) * PARAMETER_BYTES
+    assert forecast.reserved_bytes is not None
+    without = dtrcompile.plan(model, torch.zeros(ROWS, WIDTH), device="A100-80GB", budget="auto")
+    assert without.reserved_bytes is not None
+    assert forecast.reserved_bytes > without.reserved_bytes
+
+
+def test_in_another_dtype() -> None:
+    model, x = made()
+    whole = dtrcompile.plan(model, x, budget="100%", device=DEVICE)
+    half = dtrcompile.plan(model, x, budget="100%", device=DEVICE, dtype=torch.bfloat16)
+    assert half.split["parameters"] * 2 == whole.split["parameters"]
+    assert half.saved_bytes * 2 == pytest.approx(whole.saved_bytes, rel=0.01)
+    assert next(model.parameters()).dtype is torch.float32
+
+
+def test_a_sweep_for_a_device() -> None:
+    model, x = made()
+    points = dtrcompile.sweep(model, x, budgets=["100%", "min"], device="MI300X").points
+    assert [p.fits for p in points] == [True, True]
+    assert points[1].peak_bytes < points[0].peak_bytes
+    assert json.loads(points[0].to_json())["device"] == "AMD Instinct MI300X"
+
+
+def test_what_cannot_be_planned_is_said() -> None:
+    model, x = made()
+    with pytest.raises(OptionError, match="T4 does not compute in bfloat16"):
+        dtrcompile.plan(model, x, device="T4", autocast=torch.bfloat16)
+    with pytest.raises(OptionError, match="name one of"):
+        dtrcompile.plan(model, x, device="cuda:GTX-480")
+    with pytest.raises(CaptureError, match=r"pass an nn\.Module"):
+        dtrcompile.plan(lambda x: model(x), x, device="T4")
+
+
+def test_the_eager_executor_too() -> None:
+    model, x = made()
+    here, there = (
+        dtrcompile.plan(model, x, budget="min", device=device, compiler="eager")
+        for device in (None, DEVICE)
+    )
+    assert there.peak_bytes == here.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--device", "H900"], "no device that is known"),
+        (["--device", "T4", "--dtype", "int99"], "no such dtype"),
+        (["--device", "T4", "--optimizer", "Foo"], "torch.optim has none of that name"),
+        ([], "plan needs --budget"),
+        (["--device", "T4", "--budget", "12 stones"], "--budget"),
+    ],
+)
+def test_wrong_command_lines(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "transformers:GPT2Config", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_configuration_by_the_name_of_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    from dtrcompile.configured_model import model_of_config
+
+    small = functools.partial(
+        transformers.GPT2Config,
+        n_layer=1,
+        n_embd=64,
+        n_head=2,
+        vocab_size=512,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    named = model_of_config(small, batch=2, length=16)
+    assert [i.shape for i in named.inputs] == [(2, 16), (2, 16)]
+    forecast = dtrcompile.plan(named.model, *named.inputs, budget="100%", device="L4")
+    parameters = sum(p.numel() for p in named.model.parameters()) * 4  # type: ignore[attr-defined]
+    assert parameters <= forecast.split["parameters"] < parameters + (1 << 20)
+    assert main(["plan", "transformers:Trainer", "--budget", "min"]) == 1
+    assert "transformers:Trainer" in capsys.readouterr().err

@@ -1,0 +1,203 @@
+"""Devices that are planned for without being there: their names, and the choices made for them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dtrcompile.passes.device.costs import GPU_PEAKS
+from dtrcompile.passes.errors import OptionError
+from dtrcompile.passes.target.attention import attend
+from dtrcompile.passes.target.devices import TARGETS, Target, target_of
+from dtrcompile.passes.target.stand_in import standing_in
+from dtrcompile.passes.target.tracing import traced
+from dtrcompile.passes.target.workspaces import foreseen_bytes
+from dtrcompile.passes.torch_private import FakeTensorMode
+
+aten = torch.ops.aten
+H100, T4 = TARGETS["H100-80GB"], TARGETS["T4"]
+
+
+@pytest.mark.parametrize("asked", ["cuda:H100-80GB", "h100", "H100 80GB", "H100-80gb"])
+def test_a_device_is_named_in_any_spelling(asked: str) -> None:
+    assert target_of(asked) is H100
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("A100", "names several devices"),
+        ("H900", "no device that is known"),
+        ("cuda:", "no device"),
+    ],
+)
+def test_other_names_are_refused_with_those_there_are(asked: str, told: str) -> None:
+    with pytest.raises(OptionError, match=told) as refusal:
+        target_of(asked)
+    assert "RTX-4090" in str(refusal.value)
+
+
+def test_an_exact_name_is_no_other_devices_prefix() -> None:
+    assert target_of("L4").name == "NVIDIA L4"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_has_a_data_sheet(name: str) -> None:
+    target = TARGETS[name]
+    assert any(known.lower() in target.name.lower() for known in GPU_PEAKS)
+    assert 0 < target.available_bytes < target.memory_bytes
+
+
+def _operators_of(function: Any, *shapes: tuple[int, ...], target: Target = H100) -> list[str]:
+    """Names of the operators that a function comes to on fake CUDA tensors."""
+    with standing_in(target), traced(target), FakeTensorMode():
+        inputs = [torch.empty(s, device="cuda", dtype=torch.float16) for s in shapes]
+        seen: list[str] = []
+
+        class Seeing(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                seen.append(func._schema.name.removeprefix("aten::"))
+                return func(*args, **(kwargs or {}))
+
+        with Seeing():
+            function(*inputs)
+    return seen
+
+
+_HEADS = (2, 4, 128, 64)
+_FLASH, _EFFICIENT = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "shapes", "arguments", "expected"),
+    [
+        (H100, [_HEADS] * 3, {}, _FLASH),
+        (H100, [_HEADS] * 3, {"is_causal": True, "dropout_p": 0.1}, _FLASH),
+        (H100, [(2, 4, 128, 60)] * 3, {}, _FLASH),  # padded to a multiple of eight
+        (H100, [(2, 8, 128, 64), _HEADS, _HEADS], {"enable_gqa": True}, _FLASH),
+        (T4, [_HEADS] * 3, {}, _EFFICIENT),
+        (H100, [(2, 4, 128, 512)] * 3, {}, _EFFICIENT),  # too wide for flash attention
+        (H100, [*[_HEADS] * 3, (128, 128)], {}, _EFFICIENT),  # with a mask
+        (T4, [(2, 4, 128, 60)] * 3, {}, "bmm"),  # not aligned: the formula
+        (T4, [(2, 8, 128, 64), _HEADS, _HEADS], {"enable_gqa": True}, "bmm"),
+    ],
+)
+def test_attention_takes_the_kernel_of_the_device(
+    target: Target, shapes: list[tuple[int, ...]], arguments: dict[str, Any], expected: str
+) -> None:
+    function = functools.partial(attend, target, **arguments)
+    assert expected in _operators_of(function, *shapes, target=target)
+
+
+def test_attention_gives_what_pytorch_gives() -> None:
+    query, key, value = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    mask = torch.rand(16, 16) > 0.2
+    for arguments in ({}, {"attn_mask": mask}, {"is_causal": True}):
+        with sdpa_kernel(SDPBackend.MATH):
+            found = attend(H100, query, key, value, **arguments)  # type: ignore[arg-type]
+        expected = functional.scaled_dot_product_attention(query, key, value, **arguments)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, expected)
+
+
+def _dtypes_under_autocast() -> dict[str, torch.dtype]:
+    from torch._dispatch.python import enable_python_dispatcher
+
+    found: dict[str, torch.dtype] = {}
+    with standing_in(H100), traced(H100), FakeTensorMode(), enable_python_dispatcher():
+        x = torch.empty(4, 8, device="cuda")
+        half = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+        with torch.autocast("cuda", torch.bfloat16):
+            found["linear"] = functional.linear(x, torch.empty(8, 8, device="cuda")).dtype
+            found["matmul"] = (x @ half.t()).dtype
+            found["softmax"] = half.softmax(-1).dtype
+            found["layer_norm"] = functional.layer_norm(half, (8,)).dtype
+            found["sum"] = half.sum().dtype
+            found["sum of integers"] = torch.ones(3, device="cuda", dtype=torch.int64).sum().dtype
+            found["cat"] = torch.cat([x, half]).dtype
+            found["relu"] = half.relu().dtype
+            found["double"] = functional.linear(x.double(), x.double()).dtype
+            found["exp"] = half.exp().dtype
+            asked = half.softmax(-1, dtype=torch.bfloat16).dtype
+            found["softmax, asked for bfloat16"] = asked
+    return found
+
+
+def test_autocast_casts_as_on_a_gpu() -> None:
+    assert _dtypes_under_autocast() == {
+        "linear": torch.bfloat16,
+        "matmul": torch.bfloat16,
+        "softmax": torch.float32,
+        "layer_norm": torch.float32,
+        "sum": torch.float32,
+        "sum of integers": torch.int64,
+        "cat": torch.float32,
+        "relu": torch.bfloat16,
+        "double": torch.float64,
+        "exp": torch.float32,
+        "softmax, asked for bfloat16": torch.bfloat16,
+    }
+
+
+def test_gradients_are_traced_without_cuda() -> None:
+    with standing_in(H100), traced(H100), FakeTensorMode():
+        layer = nn.Linear(8, 8, device="cuda")
+        loss = layer(torch.empty(4, 8, device="cuda")).sum()
+        loss.backward()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.device == torch.device("cuda", 0)
+        assert layer.weight.grad.shape == (8, 8)
+
+
+def test_convolutions_keep_channels_last_as_cudnn_does() -> None:
+    with standing_in(H100), traced(H100), FakeTensorMode():
+        layer = nn.Conv2d(4, 8, 3, device="cuda")
+        images = torch.empty(2, 4, 16, 16, device="cuda")
+        assert layer(images).is_contiguous()
+        last = layer(images.to(memory_format=torch.channels_last))
+        assert last.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_pytorch_is_as_it_was_afterwards() -> None:
+    before = torch.cuda.is_available(), torch.cuda.get_device_properties, torch.version.cuda
+    with pytest.raises(KeyError), standing_in(H100), traced(H100):
+        assert torch.cuda.get_device_properties(0).name == H100.name
+        raise KeyError
+    assert (torch.cuda.is_available(), torch.cuda.get_device_properties) == before[:2]
+    assert torch.version.cuda == before[2]
+    with FakeTensorMode():
+        assert torch.empty(2, device="cpu").device.type == "cpu"
+
+
+def test_workspaces_of_attention_are_bounded() -> None:
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    query = torch.empty(2, 4, 100, 64, **meta)  # type: ignore[arg-type]
+    backward = aten._scaled_dot_product_flash_attention_backward.default
+    # The query's gradient in float32, and a number a row; rows are rounded up to 128.
+    expected = 2 * 4 * 128 * (64 + 1) * 4
+    assert foreseen_bytes(H100, backward, [query] * 4) == expected
+    key = torch.empty(2, 2, 100, 64, **meta)  # type: ignore[arg-type]
+    grouped = foreseen_bytes(H100, backward, [query, query, key, key])
+    assert grouped == expected + 2 * (2 * 4 * 100 * 64) * 2
+    assert foreseen_bytes(H100, aten.mm.default, [query, query]) == 0
+    assert foreseen_bytes(H100, aten.convolution.default, [query, query]) is None
+
+
+def test_flash_attention_splits_the_keys_of_small_batches() -> None:
+    forward = aten._scaled_dot_product_flash_attention.default
+    one = torch.empty(1, 4, 128, 64, device="meta")
+    many = torch.empty(64, 16, 128, 64, device="meta")
+    long = torch.empty(1, 4, 4096, 64, device="meta")
+    assert foreseen_bytes(H100, forward, [many, many, many]) == 0
+    splits = 4096 // 256
+    assert foreseen_bytes(H100, forward, [one, long, long]) == splits * 4 * 128 * 65 * 4
