@@ -19,6 +19,7 @@ import torch
 
 from dtrcompile.compilation.probing import ProbedPlan
 from dtrcompile.compilation.reporting import explained
+from dtrcompile.elsewhere import Elsewhere
 from dtrcompile.explain.explained import Explained, format_ns
 from dtrcompile.explain.explanation import Explanation
 from dtrcompile.options import Budget, Options
@@ -31,7 +32,7 @@ from dtrcompile.passes.errors import (
 )
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.target.devices import target_of
-from dtrcompile.probe import Elsewhere, planned_for
+from dtrcompile.probe import planned_for
 from dtrcompile.steps.planned import Details
 from dtrcompile.whole_files import replacing
 
@@ -59,7 +60,8 @@ class Forecast:
             the budget.
         device: the GPU that was planned for though it may not be there; else empty.
         reserved_bytes: what PyTorch's caching allocator takes from the GPU over several steps, the
-            optimizer's included, which is what has to be free there; None on a CPU.
+            optimizer's included, which is what has to be free there; None on a CPU, and where
+            nothing fits.
         refusal: why nothing fits; None where a plan does.
     """
 
@@ -274,21 +276,17 @@ def _forecasts(
     asked = [*budgets, Budget.parse("100%")]
     # What is beside the graphs counts for every budget, as it does for the smallest.
     options = replace(options, budget=Budget.parse("min"))
-    probed = planned_for(model, inputs, options, budgets=asked, elsewhere=elsewhere)
+    probed = planned_for(
+        model, inputs, options, budgets=asked, elsewhere=elsewhere, n_reserved=len(budgets)
+    )
     *outcomes, ample = probed.outcomes
     assert isinstance(ample, Outcome)
-    *reserved, of_ample = probed.reserved_bytes
     device = "" if elsewhere.target is None else elsewhere.target.name
     return [
-        _forecast(
-            budget,
-            outcome,
-            ample,
-            probed,
-            device,
-            of_ample if isinstance(outcome, InfeasibleBudgetError) else reserved_bytes,
+        _forecast(budget, outcome, ample, probed, device, reserved_bytes)
+        for budget, outcome, reserved_bytes in zip(
+            budgets, outcomes, probed.reserved_bytes, strict=True
         )
-        for budget, outcome, reserved_bytes in zip(budgets, outcomes, reserved, strict=True)
     ]
 
 

@@ -7,90 +7,29 @@ report changes.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from dtrcompile.backend import compile_graph
 from dtrcompile.compilation.probing import ProbedPlan, probing
+from dtrcompile.elsewhere import HERE, Elsewhere, moved
 from dtrcompile.options import Budget, ObjectsBeside, Options
 from dtrcompile.passes.device.allocators import allocator_of, library_workspace_bytes
 from dtrcompile.passes.device.optimizer_step import (
     Request,
     innermost,
-    state_tensors,
     step_requests,
 )
-from dtrcompile.passes.errors import CaptureError, InfeasibleBudgetError, OptionError, wrapped_error
+from dtrcompile.passes.errors import CaptureError, InfeasibleBudgetError, wrapped_error
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.fitting.inductor_model import ScheduleSizeModel
 from dtrcompile.passes.fitting.reserved import reserved_bytes
 from dtrcompile.passes.inductor.step import device_of, trace
-from dtrcompile.passes.target.devices import Target, planning_for
-from dtrcompile.passes.target.stand_in import standing_in
-from dtrcompile.passes.target.tracing import DEVICE, traced
-from dtrcompile.passes.torch_private import FakeTensorMode
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Where and how a step is to run, if not as it would here.
-
-    Attributes:
-        target: the GPU; None: where the model's tensors are.
-        dtype: of its floating-point parameters, buffers and inputs; None: their own.
-        autocast: the dtype of automatic mixed precision; None: off.
-    """
-
-    target: Target | None = None
-    dtype: torch.dtype | None = None
-    autocast: torch.dtype | None = None
-
-    @property
-    def moves(self) -> bool:
-        """Whether tensors are replaced."""
-        return self.target is not None or self.dtype is not None
-
-    @property
-    def device(self) -> torch.device:
-        """Of tensors that are replaced."""
-        return torch.device("cpu") if self.target is None else DEVICE
-
-    def check(self, dtypes: Iterable[torch.dtype]) -> None:
-        """
-        Args:
-            dtypes: of the tensors that are replaced.
-
-        Raises:
-            OptionError: if the GPU cannot compute in one of them.
-        """
-        used = {*dtypes, self.dtype, self.autocast}
-        if self.target is not None and torch.bfloat16 in used and not self.target.has_bfloat16:
-            raise OptionError(
-                f"{self.target.name} does not compute in bfloat16, so Inductor does not compile for"
-                " it. Plan with float16 or float32."
-            )
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside of the ``with`` block, models are traced and planned so."""
-        with contextlib.ExitStack() as stack:
-            if self.target is not None:
-                stack.enter_context(planning_for(self.target))
-                stack.enter_context(standing_in(self.target))
-                stack.enter_context(traced(self.target))
-            if self.autocast is not None:
-                stack.enter_context(torch.autocast(self.device.type, self.autocast))
-            yield
-
-
-HERE = Elsewhere()
+from dtrcompile.passes.target.tracing import not_traced
 
 
 def planned_outcome(
@@ -117,6 +56,7 @@ def planned_for(
     budgets: Sequence[Budget] = (),
     dynamic_dimensions: Mapping[int, int] | None = None,
     elsewhere: Elsewhere = HERE,
+    n_reserved: int = 0,
 ) -> ProbedPlan:
     """Trace the first graph of a call, which must be the only one, and plan it for each budget.
 
@@ -125,12 +65,19 @@ def planned_for(
         dynamic_dimensions: input -> its dimension whose size is to be a symbol; the others, and
             without them all, are fixed.
         elsewhere: where and how the step is to run.
+        n_reserved: for how many budgets, from the first on, the allocator is followed.
 
     Raises:
         CaptureError: if the model does not compile as one graph.
     """
     with elsewhere.entered():
-        return _planned(model, inputs, options, budgets, dynamic_dimensions or {}, elsewhere)
+        model, inputs, optimizers = moved(model, inputs, options.optimizer.alive(), elsewhere)
+        options = replace(options, optimizer=ObjectsBeside(optimizers))
+        planned = _planned(model, inputs, options, budgets, dynamic_dimensions or {})
+        asked = planned.outcomes[:n_reserved]
+        with not_traced():
+            planned.reserved_bytes = _reserved_bytes(asked, optimizers)
+        return planned
 
 
 def _planned(
@@ -139,11 +86,7 @@ def _planned(
     options: Options,
     budgets: Sequence[Budget],
     dynamic_dimensions: Mapping[int, int],
-    elsewhere: Elsewhere,
 ) -> ProbedPlan:
-    optimizers = options.optimizer.alive()
-    model, inputs, optimizers = _moved(model, inputs, optimizers, elsewhere)
-    options = replace(options, optimizer=ObjectsBeside(optimizers))
     marked: list[Any] = list(inputs)
     for index, dimension in dynamic_dimensions.items():
         value = marked[index]
@@ -164,7 +107,6 @@ def _planned(
         with probing(budgets), torch.enable_grad():
             compiled(*marked)
     except ProbedPlan as planned:
-        planned.reserved_bytes = _reserved_bytes(planned, optimizers)
         return planned
     except Exception as error:
         ours = wrapped_error(error)
@@ -177,14 +119,16 @@ def _planned(
     raise CaptureError("the model computes nothing that needs a gradient, so nothing was planned")
 
 
-def _reserved_bytes(planned: ProbedPlan, optimizers: Sequence[Any]) -> list[int | None]:
+def _reserved_bytes(
+    outcomes: Sequence[Outcome | InfeasibleBudgetError], optimizers: Sequence[Any]
+) -> list[int | None]:
     """For each outcome: what PyTorch's caching allocator takes from the device over some steps.
 
     None for a refusal, and on a device whose allocator keeps nothing.
     """
     asked: list[tuple[Sequence[Request], Sequence[Request]]] | None = None
     found: list[int | None] = []
-    for outcome in planned.outcomes:
+    for outcome in outcomes:
         model = None if isinstance(outcome, InfeasibleBudgetError) else outcome.measured.by_sizes
         if not isinstance(model, ScheduleSizeModel):
             found.append(None)
@@ -208,54 +152,6 @@ def _reserved_bytes(planned: ProbedPlan, optimizers: Sequence[Any]) -> list[int 
             )
         )
     return found
-
-
-def _moved(
-    model: Callable[..., Any], inputs: Sequence[Any], optimizers: list[Any], elsewhere: Elsewhere
-) -> tuple[Callable[..., Any], Sequence[Any], list[Any]]:
-    """A copy of a module without data, inputs and optimizers of that kind: as they would be
-    elsewhere.
-
-    A module that was built under ``torch.device("meta")`` would be on the CPU, if nothing else is
-    said.  Where nothing has to be moved, all is returned as it is.
-    """
-    if not isinstance(model, nn.Module):
-        if elsewhere.target is not None or elsewhere.dtype is not None:
-            raise CaptureError(
-                "a function cannot be planned for another device or dtype, because its parameters"
-                " are not known: pass an nn.Module."
-            )
-        return model, inputs, optimizers
-    tensors = [*model.parameters(), *model.buffers()]
-    if not elsewhere.moves and not any(t.is_meta for t in tensors):
-        return model, inputs, optimizers
-    elsewhere.check(
-        t.dtype for t in [*tensors, *pytree.tree_leaves(inputs)] if isinstance(t, Tensor)
-    )
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        dtype = leaf.dtype
-        if elsewhere.dtype is not None and dtype.is_floating_point:
-            dtype = elsewhere.dtype
-        with mode:
-            found = torch.empty_strided(
-                leaf.size(), leaf.stride(), dtype=dtype, device=elsewhere.device
-            )
-        found.requires_grad_(leaf.requires_grad)
-        return nn.Parameter(found, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else found
-
-    # What is copied takes these for its tensors.
-    memo: dict[int, Any] = {id(t): fake(t) for t in tensors}
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            # Numbers keep their values, such as the count of its steps.
-            state = [t for _, t in state_tensors(optimizer) if t.numel() > 1]
-            memo.update({id(t): fake(t) for t in state})
-    copied, moved = copy.deepcopy((model, optimizers), memo)
-    return copied, pytree.tree_map(fake, list(inputs)), moved
 
 
 def _told(error: Exception) -> str:

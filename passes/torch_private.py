@@ -92,6 +92,7 @@ from torch._inductor.fx_passes import joint_graph
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._prims_common import suggest_memory_format
+from torch._subclasses import fake_tensor as fake_tensor_module
 from torch._subclasses.fake_tensor import _DISPATCH_META_HANDLERS as metadata_handlers
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _triton as triton_availability
@@ -127,6 +128,7 @@ from torch._inductor import pattern_matcher
 from torch._inductor.pattern_matcher import is_match
 from torch._inductor.codegen import cpp as cpp_codegen
 from torch._inductor.codegen.cpp import CppKernel, CppScheduling, CppVecKernel
+from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.cpu_vec_isa import (
     VecAVX512,

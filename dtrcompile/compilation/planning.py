@@ -102,8 +102,12 @@ def _plan_at_sizes(
         session.around_bytes = around_bytes(captured.program)
     if is_probing():
         with showing("dtrcompile"):
+            outcomes = _probed(session, captured)
+            if not probed_budgets() and isinstance(outcomes[0], InfeasibleBudgetError):
+                # Whoever compiles the graph may have something else to try.
+                raise outcomes[0]
             raise ProbedPlan(
-                _probed(session, captured),
+                outcomes,
                 session.input_names,
                 session.assignment.beside,
                 session.around_bytes,

@@ -20,8 +20,8 @@ class ProbedPlan(BaseException):
         input_names: of the traced graph's inputs, as the user's program reads them.
         beside: what no graph holds.
         around_bytes: of a training step, what is there when an optimizer steps.
-        reserved_bytes: for each outcome, what the caching allocator of a GPU takes from it over
-            some steps; None for a refusal, and on a CPU.
+        reserved_bytes: for each outcome that this is asked for, what the caching allocator of a GPU
+            takes from it over some steps; None for a refusal, and on a CPU.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ProbedPlan(BaseException):
         self.input_names = input_names
         self.beside = beside
         self.around_bytes = around_bytes
-        self.reserved_bytes: Sequence[int | None] = [None] * len(outcomes)
+        self.reserved_bytes: Sequence[int | None] = ()
 
     @property
     def outcome(self) -> Outcome:

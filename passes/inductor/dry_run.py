@@ -21,6 +21,7 @@ from dtrcompile.passes.torch_private import (
     CppVecKernel,
     ExternKernel,
     SchedulerNode,
+    TritonKernel,
     V,
 )
 
@@ -139,15 +140,15 @@ def _draws(graph: Any) -> tuple[int, ...]:
 def codegen_names_only(node: Any, index_vars: Any) -> None:
     """Inductor's ``SchedulerNode.codegen`` as far as the wrapper depends on it.
 
-    A C++ kernel's scalar form comes first and decides which buffers are needed and which are
-    updated in place, by the names that it reads and writes: its indices are left as they are, and
-    no bounds are looked for.  The vectorized forms change nothing of that, and stay empty.  (Their
-    tiling is still searched: loops that share their outer level keep buffers local only if it
-    agrees.)
+    A kernel decides which buffers are needed and which are updated in place by the names that it
+    reads and writes: indices are left as they are, and no bounds are looked for.  C++ kernels have
+    a scalar form, which comes first, and vectorized ones.  These change nothing of that, and stay
+    empty.  (Their tiling is still searched: loops that share their outer level keep buffers local
+    only if it agrees.)
     """
     if isinstance(V.kernel, CppVecKernel):
         return
-    if not isinstance(V.kernel, CppKernel):
+    if not isinstance(V.kernel, (CppKernel, TritonKernel)):
         _CODEGEN(node, index_vars)
         return
     body = node._body

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -24,6 +25,7 @@ from dtrcompile.passes.torch_private import (
     FakeTensorMode,
     TritonSplitScanKernel,
     device_interface,
+    fake_tensor_module,
     inductor_scheduler,
     suggest_memory_format,
     triton_availability,
@@ -32,11 +34,16 @@ from dtrcompile.passes.torch_private import (
 # Of CUDA, where this build of PyTorch has none; nothing that is read of it changes a schedule.
 _CUDA_VERSION, _HIP_VERSION = "12.8", "6.4"
 _REGISTERS = 65_536
+_LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
 def standing_in(target: Target) -> Iterator[None]:
-    """Inside of the ``with`` block, PyTorch takes the target for the only CUDA device."""
+    """Inside of the ``with`` block, PyTorch takes the target for the only CUDA device.
+
+    That is so for all threads of the process, so none of them may use a real one meanwhile.  One
+    thread at a time is inside.
+    """
     properties = _properties(target)
     has_bf16 = target.has_bfloat16
 
@@ -55,6 +62,7 @@ def standing_in(target: Target) -> Iterator[None]:
         (torch.cuda, "set_device", lambda _device: None),
         (torch.cuda, "_exchange_device", lambda _device: 0),
         (torch.cuda, "_maybe_exchange_device", lambda _device: 0),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "synchronize", lambda _device=None: None),
         (torch.cuda, "get_device_properties", get_properties),
@@ -67,13 +75,14 @@ def standing_in(target: Target) -> Iterator[None]:
         (torch._C, "_cuda_getCurrentRawStream", lambda _device: 0),
         (torch._C, "_select_conv_backend", _convolution_backend),
         (torch._C, "_conv_determine_backend_memory_format", _convolution_format),
+        (fake_tensor_module, "init_gpu_context", lambda _device: None),
         (inductor_scheduler, "has_triton", lambda: True),
         (TritonSplitScanKernel, "scan", _scan),
         (triton_availability, "triton_hash_with_backend", lambda: ""),
     )
     interfaces = device_interface.device_interfaces
     device_interface.get_interface_for_device("cuda")  # which fills the table
-    with contextlib.ExitStack() as stack:
+    with _LOCK, contextlib.ExitStack() as stack:
         stack.enter_context(_forgetting())
         # It is said when the model is compiled there.
         stack.enter_context(warnings.catch_warnings())

@@ -24,6 +24,7 @@ from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.inductor import disk_cache, lowering
 from dtrcompile.passes.inductor.lowering import graph_text, without_device_index
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan
+from dtrcompile.passes.target.devices import TARGETS, planning_for
 from dtrcompile.passes.torch_private import (
     FakeTensorMode,
     functorch_config,
@@ -174,7 +175,9 @@ def test_a_key_covers_the_process_wide_switches(monkeypatch: pytest.MonkeyPatch)
     keys.append(key())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     keys.append(key())
-    monkeypatch.setattr(disk_cache, "_installation", lambda: ("another release",))
+    with planning_for(TARGETS["T4"]):
+        keys.append(key())
+    monkeypatch.setattr(disk_cache, "_installation", lambda _target: ("another release",))
     keys.append(key())
     assert len(set(keys)) == len(keys)
 

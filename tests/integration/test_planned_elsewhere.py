@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 import dtrcompile
 from dtrcompile.cli import main
 from dtrcompile.passes.errors import CaptureError, OptionError
+from dtrcompile.passes.inductor import dry_run, lowering
+from dtrcompile.passes.inductor.dry_run import Wrapper
 from workloads.training import compile_dtr
 
 WIDTH, ROWS, LAYERS = 256, 256, 4
@@ -202,3 +205,36 @@ def test_a_configuration_by_the_name_of_its_class(capsys: pytest.CaptureFixture[
     assert parameters <= forecast.split["parameters"] < parameters + (1 << 20)
     assert main(["plan", "transformers:Trainer", "--budget", "min"]) == 1
     assert "transformers:Trainer" in capsys.readouterr().err
+
+
+def test_kernels_need_not_be_written_to_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out of Triton's kernels changes nothing of the wrappers that call them."""
+    model = Attention()
+    x = torch.randn(1, 128, WIDTH)
+
+    def planned() -> tuple[str, ...]:
+        lowering._LOWERED.clear()
+        sources.clear()
+        dtrcompile.plan(model, x, budget="min", device=DEVICE, autocast=torch.bfloat16)
+        return tuple(_calls(source) for source in sources)
+
+    sources: list[str] = []
+    lowered = lowering._lowered
+
+    def noted(*args: Any) -> Wrapper:
+        wrapper = lowered(*args)
+        sources.append(wrapper.source)
+        return wrapper
+
+    monkeypatch.setattr(lowering, "_lowered", noted)
+    monkeypatch.setattr("dtrcompile.passes.inductor.step.may_fork", lambda: False)
+    short = planned()
+    monkeypatch.setattr(dry_run, "TritonKernel", ())
+    assert planned() == short
+    assert len(short) >= 2
+    assert all(".run(" in source for source in short)
+
+
+def _calls(source: str) -> str:
+    """A wrapper without its kernels: what it allocates, calls, reuses and frees."""
+    return source.partition("class Runner")[2].partition("def get_args")[0]
