@@ -66,6 +66,10 @@ _SHARE_OF_ONE = (
     "The budget is {} of this graph alone. If the training step has more graphs (modules that are"
     " compiled one by one), options={{'several_graphs': True}} makes it a share of the whole step."
 )
+_FIRST_STEP = (
+    "This is what the first step needs up to this graph. Other graphs of the step are not planned"
+    " yet, and the whole step may need more."
+)
 # Forms of a step that graphs are planned for.
 _MAX_FORMS = 4
 # At most: the loss and its gradient, which are held while backward runs.
@@ -213,7 +217,7 @@ class Ledger:
         if refusal is not None and not more_follow and graph.returned.is_much(least_bytes):
             refusal = self.refusal_of(graph, self.assignment_of_dropping(graph))
         if refusal is not None:
-            raise self.advised(refusal)
+            raise self.advised(refusal, more_follow)
 
     def refusal_of(
         self, graph: SharedGraph, assignment: Assignment
@@ -238,12 +242,15 @@ class Ledger:
         )
         return replace(assignment, others=others, handed_on=ALL_HANDED_ON)
 
-    def advised(self, refusal: InfeasibleBudgetError) -> InfeasibleBudgetError:
+    def advised(self, refusal: InfeasibleBudgetError, more_follow: bool) -> InfeasibleBudgetError:
         """For a graph that may be one of several."""
-        if self.options.budget.kind is not BudgetKind.SHARE or self.waiting_calls():
+        if more_follow or self.waiting_calls():
+            advice = _FIRST_STEP
+        elif self.options.budget.kind is BudgetKind.SHARE:
+            advice = _SHARE_OF_ONE.format(self.options.budget)
+        else:
             return refusal
-        advice = f"{refusal.advice} {_SHARE_OF_ONE.format(self.options.budget)}".strip()
-        return refusal.with_advice(advice)
+        return refusal.with_advice(f"{refusal.advice} {advice}".strip())
 
     def drop_evaluations(self) -> None:
         """Drop recorded calls whose results are gone, as long as no call with a backward has come.

@@ -666,6 +666,17 @@ def test_a_share_that_one_graph_cannot_keep_may_be_meant_for_more() -> None:
             x = block(x)
 
 
+def test_a_refusal_within_the_first_step_says_that_the_step_may_need_more() -> None:
+    module, x = nn.Sequential(Block(), Block()), torch.randn(BATCH, WIDTH)
+    compile_dtr(module[0], "min", compiler="eager")(x).sum().backward()
+    smallest_bytes = dtrcompile.reports()[-1].promised_peak_bytes
+    # Room for the first graph, not for the second beside its parameters and its result.
+    budget = smallest_bytes + 1_000
+    with raises_dtr(InfeasibleBudgetError, "Other graphs of the step are not planned yet"):
+        for block in [compile_dtr(block, budget, compiler="eager") for block in module]:
+            x = block(x)
+
+
 def test_what_is_computed_again_must_not_have_changed() -> None:
     torch.manual_seed(3)
     modules = nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(2)])
