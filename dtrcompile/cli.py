@@ -174,6 +174,20 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--rows", type=_positive, default=15, help="of each table (default: 15)")
     explain.set_defaults(run=_explain)
 
+    compare = commands.add_parser(
+        "compare",
+        help="what differs between two plans: peaks, tensors, modules",
+        description=f"{_EXPLAIN} A module:callable is compared at two budgets.",
+    )
+    compare.add_argument("first", help="a graph*-explanation.json, or a module:callable")
+    compare.add_argument("second", nargs="?", help="another graph*-explanation.json")
+    compare.add_argument(
+        "--budget", action="append", default=[], help="of a module:callable; to be given twice"
+    )
+    compare.add_argument("--rows", type=_positive, default=15, help="of each table (default: 15)")
+    _add_elsewhere(compare)
+    compare.set_defaults(run=_compare)
+
     replay = commands.add_parser("replay", help="check a plan file and say what it needs")
     replay.add_argument("program", type=Path, help="a program file")
     replay.add_argument("plan", type=Path, help="a plan file")
@@ -354,6 +368,41 @@ def _explain(parsed: argparse.Namespace) -> None:
         print(f"wrote {path}")
     if not parsed.output:
         print(explanation.text(parsed.rows))
+
+
+def _compare(parsed: argparse.Namespace) -> None:
+    if _is_named_model(parsed.first):
+        if parsed.second is not None or len(parsed.budget) != 2:
+            raise OptionError(
+                "compare needs --budget twice for a module:callable, such as --budget 60%"
+                " --budget min."
+            )
+        first, second = _explained_at(parsed, parsed.budget)
+    else:
+        if parsed.second is None or parsed.budget:
+            raise OptionError(
+                "compare needs two explanation files, which say at which budgets they were made."
+            )
+        first, second = (
+            Explanation.from_json(_read_text(Path(name))) for name in (parsed.first, parsed.second)
+        )
+    print(first.compared_with(second, parsed.rows))
+
+
+def _explained_at(parsed: argparse.Namespace, budgets: Sequence[str]) -> list[Explanation]:
+    """Of a model that is named, at each budget.
+
+    Raises:
+        InfeasibleBudgetError: if no plan fits one of them.
+    """
+    from dtrcompile.forecast import sweep
+    from dtrcompile.user_model import user_model
+
+    for budget in budgets:
+        Budget.parse(budget, what="--budget")
+    named = user_model(parsed.first, parsed.batch, parsed.length)
+    swept = sweep(named.model, *named.inputs, budgets=budgets, **_elsewhere(parsed))
+    return [point.explain() for point in swept.points]
 
 
 def _forecast(

@@ -34,6 +34,7 @@ from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.target.devices import target_of
 from dtrcompile.probe import planned_for
 from dtrcompile.steps.planned import Details
+from dtrcompile.text_table import text_table
 from dtrcompile.whole_files import replacing
 
 SWEPT = ("90%", "80%", "70%", "60%", "50%", "40%", "30%", "20%", "min")
@@ -149,12 +150,7 @@ class Sweep:
 
     def __str__(self) -> str:
         header = ("budget", "bytes", "peak", "of the baseline", "overhead")
-        cells = [header, *map(_cells, self.points)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-        return "\n".join(
-            "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        )
+        return text_table(header, list(map(_cells, self.points)), is_right=True)
 
     def to_json(self) -> str:
         """A list of one JSON object a budget."""

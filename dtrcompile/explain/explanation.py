@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtrcompile.explain.compare import comparison_text
 from dtrcompile.explain.explained import Explained
 from dtrcompile.explain.files import from_json, to_json
 from dtrcompile.explain.page import page
@@ -39,6 +40,14 @@ class Explanation:
             rows: of each table.
         """
         return explanation_text(self.data, rows)
+
+    def compared_with(self, other: Explanation, rows: int = DEFAULT_ROWS) -> str:
+        """What another explanation, of the same model, has otherwise.
+
+        Args:
+            rows: of each table.
+        """
+        return comparison_text(self.data, other.data, rows)
 
     def to_json(self) -> str:
         """All of it, as ``docs/explain.md`` describes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from dtrcompile.explain.explained import (
     CATEGORIES,
@@ -14,6 +13,7 @@ from dtrcompile.explain.explained import (
     format_ns,
 )
 from dtrcompile.passes.errors import format_bytes
+from dtrcompile.text_table import indented, text_table
 
 DEFAULT_ROWS = 15
 
@@ -69,8 +69,8 @@ def _at_peak(found: Explained, rows: int) -> str:
         f"{name} {format_bytes(by_category[name])}" for name in CATEGORIES if by_category[name]
     )
     cells = [(format_bytes(n), category, name, place) for n, category, name, place in live]
-    table = _table(("bytes", "category", "tensor", "computed at"), cells, rows)
-    return f"At the peak, {what}{at}: {split}\n{table}"
+    table = text_table(("bytes", "category", "tensor", "computed at"), cells, rows)
+    return f"At the peak, {what}{at}: {split}\n{indented(table)}"
 
 
 _HEADINGS = {
@@ -88,8 +88,8 @@ def _tensors(found: Explained, fate: Fate, heading: str, rows: int) -> str:
         (format_bytes(t.size_bytes), _tensor_name(t), t.module, _place(found, t.operator), t.why)
         for t in tensors
     ]
-    table = _table(("bytes", "tensor", "module", "computed at", "why"), cells, rows)
-    return f"{heading}: {len(tensors)} tensors, {total}\n{table}"
+    table = text_table(("bytes", "tensor", "module", "computed at", "why"), cells, rows)
+    return f"{heading}: {len(tensors)} tensors, {total}\n{indented(table)}"
 
 
 def _modules(found: Explained, rows: int) -> str:
@@ -109,7 +109,8 @@ def _modules(found: Explained, rows: int) -> str:
         for account in accounts
     ]
     header = ("module", "kept by default", "kept", "at the peak", "cost", "computed again")
-    return f"What each module keeps and pays\n{_table(header, cells, rows)}"
+    table = indented(text_table(header, cells, rows))
+    return f"What each module keeps and pays\n{table}"
 
 
 def _tensor_name(tensor: ExplainedTensor) -> str:
@@ -130,23 +131,3 @@ def _place(found: Explained, operator: int | None) -> str:
         return explained.module
     frame = explained.frames[-1]
     return f"{frame}  {frame.code}".rstrip()
-
-
-_MAX_CELL = 64
-
-
-def _table(header: Sequence[str], cells: Sequence[Sequence[str]], rows: int) -> str:
-    shown = [header, *(tuple(map(_cut, row[:-1])) + tuple(row[-1:]) for row in cells[:rows])]
-    widths = [max(len(row[i]) for row in shown) for i in range(len(header))]
-    lines = [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in shown
-    ]
-    if len(cells) > rows:
-        lines.append(f"  and {len(cells) - rows} more")
-    return "\n".join(lines)
-
-
-def _cut(cell: str) -> str:
-    """For all columns but the last."""
-    return cell if len(cell) <= _MAX_CELL else f"{cell[: _MAX_CELL - 1]}…"

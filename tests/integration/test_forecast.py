@@ -232,6 +232,10 @@ def test_commands_on_a_users_model(
     assert main(["explain", named, "--budget", "70%", "-o", str(page)]) == 0
     assert "Live memory" in page.read_text(encoding="utf-8")
     capsys.readouterr()
+    assert main(["compare", named, "--budget", "100%", "--budget", "min"]) == 0
+    assert "kept -> recomputed" in capsys.readouterr().out
+    assert main(["compare", named, "--budget", "100%"]) == 1
+    assert "--budget twice" in capsys.readouterr().err
     assert main(["plan", named, "--budget", "10"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -249,13 +253,17 @@ def test_commands_on_a_users_model(
         ("missing.json", "missing.json"),
     ],
 )
-@pytest.mark.parametrize("command", ["plan", "explain", "sweep", "largest"])
+@pytest.mark.parametrize("command", ["plan", "explain", "sweep", "largest", "compare"])
 def test_commands_on_what_cannot_be_used(
     command: str, name: str, told: str, module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if command in ("sweep", "largest") and ":" not in name:
         told = "module:callable"
-    arguments = [command, name.replace("MODULE", module), "--budget", "1MiB"]
+    arguments = [command, name.replace("MODULE", module)]
+    if command == "compare":
+        arguments += ["--budget", "2MiB"] if ":" in name else [name]
+    if command != "compare" or ":" in name:
+        arguments += ["--budget", "1MiB"]
     assert main(arguments) == 1
     output = capsys.readouterr()
     assert output.out == ""

@@ -363,3 +363,49 @@ def test_a_buffer_that_no_tensor_is() -> None:
     assert found.operators[0].module == ""
     (events,) = pickle.loads(Explanation(found).to_snapshot())["device_traces"]
     assert events[0]["frames"][0]["filename"] == "buf0 (workspace)"
+
+
+def test_what_differs_between_two_plans(program: Program, plan: Plan, found: Explained) -> None:
+    default = tighten(program, keep_all(program))
+    kept = explain(program, default, default, sources_of(program))
+    text = Explanation(kept).compared_with(Explanation(found))
+    recomputed = [t for t in found.tensors if t.fate is Fate.RECOMPUTED]
+    assert recomputed
+    for tensor in recomputed:
+        before = next(t for t in kept.tensors if t.name == tensor.name)
+        assert re.search(rf"{tensor.name} .*{before.fate.value} -> recomputed", text)
+    assert f"Other things become of {len(recomputed)} tensors" in text
+    computed = sum(isinstance(step, Compute) for step in plan.steps)
+    (row,) = (line for line in text.splitlines() if line.startswith("operators run again"))
+    assert row.split()[-2:] == ["0", str(computed - len(program.operators))]
+    (row,) = (line for line in text.splitlines() if line.startswith("peak of the plan"))
+    assert f"{found.planned_peak_bytes / kept.planned_peak_bytes - 1:+.1%}" in row
+    same = Explanation(found).compared_with(Explanation(found))
+    assert "The same becomes of every tensor." in same
+    assert "modules keep" not in same
+
+
+def test_what_only_one_of_two_programs_has(found: Explained) -> None:
+    first, *others = found.tensors
+    larger = replace(others[0], size_bytes=others[0].size_bytes + 4096)
+    other = replace(found, tensors=(larger, *others[1:]))
+    text = Explanation(found).compared_with(Explanation(other))
+    assert "1 tensors, " in text and "are in the first alone" in text
+    assert "1 tensors have another size" in text
+    assert larger.name in text
+    assert first.name not in text
+
+
+def test_the_command_compares_two_files(
+    found: Explained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "graph0-explanation.json"
+    Explanation(found).save(path)
+    assert main(["compare", str(path), str(path)]) == 0
+    assert "The same becomes of every tensor." in capsys.readouterr().out
+    assert main(["compare", str(path)]) == 1
+    assert "two explanation files" in capsys.readouterr().err
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    assert main(["compare", str(path), str(broken)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
