@@ -18,7 +18,7 @@ from dtrcompile.backend import compile_graph
 from dtrcompile.compilation.probing import ProbedPlan, probing
 from dtrcompile.elsewhere import HERE, Elsewhere, moved
 from dtrcompile.options import Budget, ObjectsBeside, Options
-from dtrcompile.passes.device.allocators import allocator_of, library_workspace_bytes
+from dtrcompile.passes.device.allocators import allocator_of, library_blocks
 from dtrcompile.passes.device.optimizer_step import (
     Request,
     innermost,
@@ -148,7 +148,7 @@ def _reserved_bytes(
                 trace(model.lowered),
                 asked,
                 expandable_segments=allocator_of(device).splits_all,
-                library_bytes=library_workspace_bytes(device),
+                library_blocks=library_blocks(device),
             )
         )
     return found

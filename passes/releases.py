@@ -53,5 +53,10 @@ def is_supported(version: str) -> bool:
 
     Its patches and its builds do, those made before it was released included.
     """
+    return OLDEST <= release_of(version) <= NEWEST
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """The first two numbers of a version; zeros where there are none."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    return numbers is not None and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST
+    return (0, 0) if numbers is None else (int(numbers[1]), int(numbers[2]))

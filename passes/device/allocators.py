@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dtrcompile.passes.target.devices import current_target
+from dtrcompile.passes.target.workspaces import keeps_workspaces, product_bytes
 from dtrcompile.passes.torch_private import allocator_snapshot
 
 _MIB = 1 << 20
@@ -84,16 +85,19 @@ def allocator_of(device: torch.device) -> Allocator:
     return from_settings(allocator_snapshot()["allocator_settings"])
 
 
-def library_workspace_bytes(device: torch.device) -> int:
-    """What cuBLAS asks the allocator for at its first product on a stream, and keeps.
+def library_blocks(device: torch.device) -> tuple[int, ...]:
+    """What cuBLAS asks the allocator for at its first products, and keeps.
 
-    ``aten/src/ATen/cuda/CublasHandlePool.cpp``, ``parseChosenWorkspaceSize``.
+    Each thread has a workspace of its own, and autograd runs backward in another than forward.
     """
     if device.type != "cuda":
-        return 0
+        return ()
     target = current_target()
+    is_rocm = torch.version.hip is not None
+    if not keeps_workspaces(is_rocm=is_rocm):
+        return ()
     capability = target.capability if target else torch.cuda.get_device_capability(device)
-    return 32 * _MIB if capability >= (9, 0) else 8 * _MIB + (128 << 10)
+    return (product_bytes(capability, is_rocm=is_rocm),) * 2
 
 
 def _settings_of_environment() -> dict[str, Any]:

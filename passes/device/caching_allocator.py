@@ -72,6 +72,8 @@ class CachingAllocator:
         is_small = size_bytes <= _SMALL_BYTES
         free = self._free[is_small]
         at = bisect_left(free, size_bytes, key=lambda entry: entry[0])
+        if self.expandable_segments and at + 1 < len(free) and free[at][2] is self._last[is_small]:
+            at += 1  # the end of the segment counts with what it can still grow to
         if at < len(free):
             block = free.pop(at)[2]
             block.is_free = False

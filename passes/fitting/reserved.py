@@ -23,21 +23,21 @@ def reserved_bytes(
     optimizers: Sequence[tuple[Sequence[Request], Sequence[Request]]],
     *,
     expandable_segments: bool,
-    library_bytes: int,
+    library_blocks: Sequence[int],
 ) -> int:
     """The most that is reserved, which is what is reserved in the end.
 
     Args:
         trace: of a step's wrappers.
         optimizers: what each asks for in its first step, and in any later one.
-        library_bytes: what a library asks for at its first call, and keeps.
+        library_blocks: what libraries ask for at their first calls, and keep.
     """
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     steps = _Steps(allocator, trace)
+    for block_bytes in library_blocks:
+        allocator.allocate(block_bytes)
     for step in range(_STEPS):
         steps.run()
-        if step == 0:
-            allocator.allocate(library_bytes)
         for first, later in optimizers:
             steps.optimize(first if step == 0 else later, keeps=step == 0)
     return allocator.reserved_bytes

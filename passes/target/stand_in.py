@@ -147,6 +147,8 @@ def _convolution_format(input: torch.Tensor, weight: torch.Tensor, backend: Any)
     ``cudnn_conv_suggest_memory_format``)."""
     if input.device.type != "cuda":
         return _DETERMINE_FORMAT(input, weight, backend)
+    if torch.version.hip is not None:  # MIOpen's rule is another
+        return torch.contiguous_format
     formats = [suggest_memory_format(t) for t in (input, weight)]
     last = torch.channels_last_3d if weight.dim() == 5 else torch.channels_last
     is_last = last in formats and torch.float64 not in (input.dtype, weight.dtype)
@@ -165,7 +167,9 @@ def _properties(target: Target) -> SimpleNamespace:
         regs_per_multiprocessor=_REGISTERS,
         shared_memory_per_block=48 << 10,
         shared_memory_per_block_optin=target.shared_memory_bytes,
-        shared_memory_per_multiprocessor=target.shared_memory_bytes,
+        # On NVIDIA's, a KiB of each multiprocessor is the system's.
+        shared_memory_per_multiprocessor=target.shared_memory_bytes
+        + (1024 if target.capability >= (8, 0) and not target.is_rocm else 0),
         warp_size=target.warp_size,
         gcnArchName=target.architecture,
         is_integrated=False,

@@ -66,9 +66,9 @@ def test_a_simple_net_holds_the_same_on_every_device() -> None:
         assert 0 <= getattr(there, name) - getattr(here, name) <= 2 * 508
     assert there.split["parameters"] == here.split["parameters"] == PARAMETER_BYTES
     assert here.reserved_bytes is None
-    # cuBLAS's workspace, and whole segments: see `CachingAllocator`.
+    # Whole segments: see `CachingAllocator`.
     assert there.reserved_bytes is not None
-    assert there.reserved_bytes >= there.peak_bytes + (32 << 20)
+    assert there.reserved_bytes >= there.peak_bytes
     assert there.reserved_bytes % (2 << 20) == 0
     assert there.cost_ns < here.cost_ns
 

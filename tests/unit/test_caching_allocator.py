@@ -79,6 +79,14 @@ def test_expandable_segments_grow_by_what_is_missing() -> None:
     assert block.size_bytes == 30 * MIB - 512
 
 
+def test_the_end_of_an_expandable_segment_is_left_for_what_only_it_can_grow_to() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    first = allocator.allocate(30 * MIB)
+    allocator.allocate(28 * MIB)  # 2 MiB are left at the end
+    allocator.free(first)
+    assert allocator.allocate(2 * MIB) is first
+
+
 @pytest.mark.parametrize("expandable_segments", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_in_use_never_overlap_and_nothing_is_lost(

@@ -21,7 +21,7 @@ from dtrcompile.passes.target.workspaces import foreseen_bytes
 from dtrcompile.passes.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
-H100, T4 = TARGETS["H100-80GB"], TARGETS["T4"]
+A100, H100, T4 = (TARGETS[name] for name in ("A100-80GB", "H100-80GB", "T4"))
 
 
 @pytest.mark.parametrize("asked", ["cuda:H100-80GB", "h100", "H100 80GB", "H100-80gb"])
@@ -73,7 +73,8 @@ def _operators_of(function: Any, *shapes: tuple[int, ...], target: Target = H100
 
 
 _HEADS = (2, 4, 128, 64)
-_FLASH, _EFFICIENT = (
+_CUDNN, _FLASH, _EFFICIENT = (
+    "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
 )
@@ -82,15 +83,20 @@ _FLASH, _EFFICIENT = (
 @pytest.mark.parametrize(
     ("target", "shapes", "arguments", "expected"),
     [
-        (H100, [_HEADS] * 3, {}, _FLASH),
-        (H100, [_HEADS] * 3, {"is_causal": True, "dropout_p": 0.1}, _FLASH),
+        (H100, [_HEADS] * 3, {}, _CUDNN),
+        (H100, [_HEADS] * 3, {"is_causal": True, "dropout_p": 0.125}, _CUDNN),
+        (H100, [*[_HEADS] * 3, (128, 128)], {}, _CUDNN),  # with a mask
+        (H100, [(2, 8, 128, 64), _HEADS, _HEADS], {"enable_gqa": True}, _CUDNN),
+        (H100, [_HEADS] * 3, {"dropout_p": 0.1}, _FLASH),  # no sixteenth
         (H100, [(2, 4, 128, 60)] * 3, {}, _FLASH),  # padded to a multiple of eight
-        (H100, [(2, 8, 128, 64), _HEADS, _HEADS], {"enable_gqa": True}, _FLASH),
+        (A100, [_HEADS] * 3, {}, _FLASH),
+        (A100, [(2, 8, 128, 64), _HEADS, _HEADS], {"enable_gqa": True}, _FLASH),
+        (A100, [_HEADS, (2, 4, 64, 64), (2, 4, 64, 64)], {}, _FLASH),
+        (A100, [_HEADS, (2, 4, 64, 64), (2, 4, 64, 64)], {"is_causal": True}, _EFFICIENT),
+        (A100, [*[_HEADS] * 3, (128, 128)], {}, _EFFICIENT),
+        (A100, [(2, 4, 128, 512)] * 3, {}, _EFFICIENT),  # too wide for flash attention
         (T4, [_HEADS] * 3, {}, _EFFICIENT),
-        (H100, [(2, 4, 128, 512)] * 3, {}, _EFFICIENT),  # too wide for flash attention
-        (H100, [*[_HEADS] * 3, (128, 128)], {}, _EFFICIENT),  # with a mask
         (T4, [(2, 4, 128, 60)] * 3, {}, "bmm"),  # not aligned: the formula
-        (T4, [(2, 8, 128, 64), _HEADS, _HEADS], {"enable_gqa": True}, "bmm"),
     ],
 )
 def test_attention_takes_the_kernel_of_the_device(
@@ -179,25 +185,79 @@ def test_pytorch_is_as_it_was_afterwards() -> None:
         assert torch.empty(2, device="cpu").device.type == "cpu"
 
 
-def test_workspaces_of_attention_are_bounded() -> None:
-    meta = {"device": "meta", "dtype": torch.bfloat16}
-    query = torch.empty(2, 4, 100, 64, **meta)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("columns", "is_copied"), [(128, False), (1000, False), (197, True), (8, False)]
+)
+def test_masks_are_padded_where_their_rows_do_not_begin_in_step(
+    columns: int, is_copied: bool
+) -> None:
+    shapes = [(2, 4, 32, 64), (2, 4, columns, 64), (2, 4, columns, 64), (32, columns)]
+    seen = _operators_of(functools.partial(attend, A100), *shapes)
+    assert ("constant_pad_nd" in seen) is is_copied
+
+
+def test_float32_needs_no_alignment_without_tensor_cores() -> None:
+    with standing_in(T4), traced(T4), FakeTensorMode():
+        query = torch.empty(2, 4, 128, 61, device="cuda", requires_grad=True)
+        found = attend(T4, query, query, query)
+        assert "EfficientAttention" in type(found.grad_fn).__name__
+
+
+_META: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+
+
+def _heads(batch: int, heads: int, rows: int, width: int, **kwargs: Any) -> torch.Tensor:
+    """With the heads inside of the rows, as a projection's result has them."""
+    shape = (batch, rows, heads, width)
+    return torch.empty(shape, **{**_META, **kwargs}).transpose(1, 2)
+
+
+def test_workspaces_of_flash_attention() -> None:
+    query = _heads(2, 4, 100, 64)
     backward = aten._scaled_dot_product_flash_attention_backward.default
     # The query's gradient in float32, and a number a row; rows are rounded up to 128.
     expected = 2 * 4 * 128 * (64 + 1) * 4
-    assert foreseen_bytes(H100, backward, [query] * 4) == expected
-    key = torch.empty(2, 2, 100, 64, **meta)  # type: ignore[arg-type]
-    grouped = foreseen_bytes(H100, backward, [query, query, key, key])
+    assert foreseen_bytes(A100, backward, [query] * 5) == expected
+    key = _heads(2, 2, 100, 64)
+    grouped = foreseen_bytes(A100, backward, [query, query, key, key, query])
     assert grouped == expected + 2 * (2 * 4 * 100 * 64) * 2
-    assert foreseen_bytes(H100, aten.mm.default, [query, query]) == 0
-    assert foreseen_bytes(H100, aten.convolution.default, [query, query]) is None
+    apart = torch.empty(2, 4, 100, 64, **_META)  # the heads outside of the rows
+    assert foreseen_bytes(A100, backward, [apart, query, query, query, query]) == (
+        expected + 2 * 4 * 100 * 64 * 2
+    )
 
 
 def test_flash_attention_splits_the_keys_of_small_batches() -> None:
     forward = aten._scaled_dot_product_flash_attention.default
-    one = torch.empty(1, 4, 128, 64, device="meta")
-    many = torch.empty(64, 16, 128, 64, device="meta")
-    long = torch.empty(1, 4, 4096, 64, device="meta")
-    assert foreseen_bytes(H100, forward, [many, many, many]) == 0
+    one, many, long = _heads(1, 4, 128, 64), _heads(64, 16, 128, 64), _heads(1, 4, 4096, 64)
+    assert foreseen_bytes(H100, forward, [many, many, many, 0.0]) == 0
+    assert foreseen_bytes(H100, forward, [one, long, long, 0.1]) == 0
     splits = 4096 // 256
-    assert foreseen_bytes(H100, forward, [one, long, long]) == splits * 4 * 128 * 65 * 4
+    assert foreseen_bytes(H100, forward, [one, long, long, 0.0]) == splits * 4 * 128 * 65 * 4
+
+
+def test_workspaces_of_memory_efficient_attention() -> None:
+    forward = aten._scaled_dot_product_efficient_attention.default
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    narrow, wide = _heads(2, 4, 128, 64), _heads(2, 4, 128, 256)
+    assert foreseen_bytes(T4, forward, [narrow] * 3) == 0
+    assert foreseen_bytes(T4, forward, [wide] * 3) == 2 * 4 * 128 * 256 * 4
+    single = _heads(2, 4, 128, 64, dtype=torch.float32)
+    # The query's gradient, its width rounded up to a tile, and a number a row.
+    assert foreseen_bytes(T4, backward, [single] * 4) == 2 * 4 * (128 * 128 + 128) * 4
+    of_wide = foreseen_bytes(T4, backward, [wide] * 4)
+    assert of_wide == 2 * 4 * (3 * 128 * 256 + 128) * 4
+
+
+def test_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.empty(64, 64, **_META)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert foreseen_bytes(H100, aten.mm.default, [matrix, matrix]) == 0
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cu132")
+    assert foreseen_bytes(H100, aten.mm.default, [matrix, matrix]) == 32 << 20
+    assert foreseen_bytes(T4, aten.mm.default, [matrix, matrix]) == 8 * 2**20 + 2**17
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8:16:8")
+    assert foreseen_bytes(H100, aten.mm.default, [matrix, matrix]) == (4096 * 8 + 16 * 8) << 10
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    assert foreseen_bytes(H100, aten.mm.default, [matrix, matrix]) == 0
+    assert foreseen_bytes(H100, aten.convolution.default, [matrix, matrix]) is None
