@@ -68,6 +68,9 @@ def model_of_config(
     for setting in ("use_cache", "return_dict"):
         if hasattr(config, setting):
             setattr(config, setting, setting == "return_dict")
+    if getattr(config, "is_encoder_decoder", False):
+        start = getattr(config, "decoder_start_token_id", None)
+        config.decoder_start_token_id = start or getattr(config, "pad_token_id", None) or 0
     n = batch or 1
     for builder in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"):
         model = _built(getattr(transformers, builder), config)

@@ -158,4 +158,11 @@ def _told(error: Exception) -> str:
     """The first line of an error of Dynamo's, and what it hints at, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     hints = [line for line in lines[1:] if line.startswith("Hint:")]
+    raised = [part for line in lines if (part := line.partition(_RAISED)[2])]
+    if raised:  # by the model itself
+        return f"it raises {raised[0]}"
     return " ".join([*lines[:1], *hints]) or type(error).__name__
+
+
+# How Dynamo names an exception that nobody handles in what it traces.
+_RAISED = "Developer debug context: raised exception "

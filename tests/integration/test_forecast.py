@@ -202,6 +202,14 @@ def _breaks(x):
     torch._dynamo.graph_break()
     return x.exp()
 
+def raises():
+    return _raises, torch.ones(2, requires_grad=True)
+
+def _raises(x):
+    if x.shape[0] < 3:
+        raise ValueError("a batch of two is too small")
+    return x.exp()
+
 nothing = None
 wrong = lambda: 3
 """
@@ -249,6 +257,7 @@ def test_commands_on_a_users_model(
         ("MODULE:wrong", "returned int"),
         ("MODULE:fails", "RuntimeError: no data"),
         ("MODULE:breaks", "one graph"),
+        ("MODULE:raises", "it raises ValueError('a batch of two is too small')"),
         ("MODULE:", "module:callable"),
         ("missing.json", "missing.json"),
     ],
