@@ -9,6 +9,8 @@ import json
 import pickle
 import pickletools
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -409,3 +411,27 @@ def test_the_command_compares_two_files(
     broken.write_text("{")
     assert main(["compare", str(path), str(broken)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["page.html", "trace.perfetto.json", "snapshot.pickle", "all.txt"])
+def test_on_a_full_disk_nothing_is_half_written(
+    found: Explained, tmp_path: Path, name: str
+) -> None:
+    """A limit on the size of files ends a write in the middle, as a full disk does."""
+    source = tmp_path / "graph0-explanation.json"
+    Explanation(found).save(source)
+    script = (
+        "import resource, sys\n"
+        "from dtrcompile.cli import main\n"
+        "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-B", "-c", script, "explain", str(source)]
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / name)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("dtrcompile: ") and done.stderr.count("\n") == 1
+    assert "File too large" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
