@@ -5,7 +5,6 @@ The model is built on the meta device: 70 billion parameters take no memory.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +14,14 @@ import torch
 from torch import nn
 
 from dtrcompile.passes.errors import OptionError
-from dtrcompile.passes.torch_private import dynamo_config
 
 _LENGTH = 1024
+# Classes that build models of language -> the name of their loss in the library.
+_LANGUAGE = {
+    "AutoModelForCausalLM": "ForCausalLM",
+    "AutoModelForMaskedLM": "ForMaskedLM",
+    "AutoModelForSeq2SeqLM": "ForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,13 @@ def model_of_config(
         start = getattr(config, "decoder_start_token_id", None)
         config.decoder_start_token_id = start or getattr(config, "pad_token_id", None) or 0
     n = batch or 1
-    for builder in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"):
-        model = _built(getattr(transformers, builder), config)
+    for builder, loss_type in _LANGUAGE.items():
+        model = _built(getattr(transformers, builder), config, loss_type)
         if model is not None:
             longest = getattr(config, "max_position_embeddings", None) or _LENGTH
             tokens = torch.zeros(n, length or min(longest, _LENGTH), dtype=torch.int64)
             return UserModel(_Loss(model, "input_ids"), (tokens, tokens.clone()))
-    model = _built(transformers.AutoModelForImageClassification, config)
+    model = _built(transformers.AutoModelForImageClassification, config, "ForImageClassification")
     if model is None:
         raise OptionError(
             f"transformers has no model for language or for classifying images of {config_class}:"
@@ -93,23 +97,23 @@ def model_of_config(
     return UserModel(_Loss(model, "pixel_values"), (images, labels))
 
 
-def _built(builder: Any, config: Any) -> nn.Module | None:
-    """The model; None if there is none of this kind for the configuration."""
+def _built(builder: Any, config: Any, loss_type: str) -> nn.Module | None:
+    """The model; None if there is none of this kind for the configuration.
+
+    Args:
+        loss_type: of the library's loss functions.  Where a model does not name it, a warning is
+            logged while the loss is computed, and the graph ends there.
+    """
     if type(config) not in builder._model_mapping:
         return None
-    # Models of the library log a warning while they compute the loss, which would end the graph.
-    once = getattr(logging.Logger, "warning_once", None)
-    dynamo_config.ignore_logging_functions = {
-        *dynamo_config.ignore_logging_functions,
-        logging.Logger.warning,
-        *([once] if once is not None else []),
-    }
     try:
         with torch.device("meta"):
-            return builder.from_config(config)  # type: ignore[no-any-return]
+            model = builder.from_config(config)
     except Exception as error:
         text = " ".join(str(error).split())
         raise OptionError(
             f"transformers cannot build the model of {type(config).__name__} from its defaults:"
             f" {type(error).__name__}: {text}"
         ) from error
+    model.loss_type = loss_type
+    return model  # type: ignore[no-any-return]
