@@ -16,11 +16,12 @@ from torch import nn
 from dtrcompile.passes.errors import OptionError
 
 _LENGTH = 1024
-# Classes that build models of language -> the name of their loss in the library.
+# Classes that build models of language -> the name of their loss in the library.  Encoders are also
+# there as decoders, so these come last.
 _LANGUAGE = {
-    "AutoModelForCausalLM": "ForCausalLM",
-    "AutoModelForMaskedLM": "ForMaskedLM",
     "AutoModelForSeq2SeqLM": "ForCausalLM",
+    "AutoModelForMaskedLM": "ForMaskedLM",
+    "AutoModelForCausalLM": "ForCausalLM",
 }
 
 
