@@ -15,6 +15,7 @@ from dtrcompile.cli import main
 from dtrcompile.passes.errors import CaptureError, OptionError
 from dtrcompile.passes.inductor import dry_run, lowering
 from dtrcompile.passes.inductor.dry_run import Wrapper
+from dtrcompile.passes.target.workspaces import keeps_workspaces, product_bytes
 from workloads.training import compile_dtr
 
 WIDTH, ROWS, LAYERS = 256, 256, 4
@@ -62,8 +63,11 @@ def test_a_simple_net_holds_the_same_on_every_device() -> None:
     assert there.device == "NVIDIA H100 80GB HBM3"
     assert here.device == ""
     # The loss and its gradient are blocks of 512 bytes there, and four bytes here.
+    # From PyTorch 2.15 on, each product has cuBLAS's workspace while it runs.
+    workspace_bytes = 0 if keeps_workspaces() else product_bytes((9, 0))
     for name in ("peak_bytes", "baseline_peak_bytes"):
-        assert 0 <= getattr(there, name) - getattr(here, name) <= 2 * 508
+        more_bytes = getattr(there, name) - getattr(here, name)
+        assert 0 <= more_bytes <= 2 * 508 + (workspace_bytes and workspace_bytes + (1 << 20))
     assert there.split["parameters"] == here.split["parameters"] == PARAMETER_BYTES
     assert here.reserved_bytes is None
     # Whole segments: see `CachingAllocator`.
