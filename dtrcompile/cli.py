@@ -25,7 +25,7 @@ from dtrcompile.passes.target.devices import TARGETS
 from dtrcompile.whole_files import write_whole
 
 if TYPE_CHECKING:
-    from dtrcompile.forecast import Forecast
+    from dtrcompile.forecast import Forecast, Sweep
     from dtrcompile.passes.program.host_link import HostLink
     from dtrcompile.passes.program.plan import Plan
     from dtrcompile.passes.program.program import Program
@@ -332,14 +332,9 @@ def _plan(parsed: argparse.Namespace) -> None:
 
 
 def _sweep(parsed: argparse.Namespace) -> None:
-    from dtrcompile.forecast import SWEPT, sweep
-    from dtrcompile.user_model import user_model
+    from dtrcompile.forecast import SWEPT
 
-    budgets = parsed.budget or SWEPT
-    for budget in budgets:
-        Budget.parse(budget, what="--budget")
-    named = user_model(parsed.model, parsed.batch, parsed.length)
-    found = sweep(named.model, *named.inputs, budgets=budgets, **_elsewhere(parsed))
+    found = _swept(parsed, parsed.model, parsed.budget or SWEPT)
     print(found.to_json() if parsed.json else found)
     if parsed.plot is not None:
         found.plot(parsed.plot)
@@ -377,7 +372,8 @@ def _compare(parsed: argparse.Namespace) -> None:
                 "compare needs --budget twice for a module:callable, such as --budget 60%"
                 " --budget min."
             )
-        first, second = _explained_at(parsed, parsed.budget)
+        swept = _swept(parsed, parsed.first, parsed.budget)
+        first, second = (point.explain() for point in swept.points)
     else:
         if parsed.second is None or parsed.budget:
             raise OptionError(
@@ -389,20 +385,15 @@ def _compare(parsed: argparse.Namespace) -> None:
     print(first.compared_with(second, parsed.rows))
 
 
-def _explained_at(parsed: argparse.Namespace, budgets: Sequence[str]) -> list[Explanation]:
-    """Of a model that is named, at each budget.
-
-    Raises:
-        InfeasibleBudgetError: if no plan fits one of them.
-    """
+def _swept(parsed: argparse.Namespace, name: str, budgets: Sequence[str]) -> Sweep:
+    """Of the model that ``name`` stands for, at each budget."""
     from dtrcompile.forecast import sweep
     from dtrcompile.user_model import user_model
 
     for budget in budgets:
         Budget.parse(budget, what="--budget")
-    named = user_model(parsed.first, parsed.batch, parsed.length)
-    swept = sweep(named.model, *named.inputs, budgets=budgets, **_elsewhere(parsed))
-    return [point.explain() for point in swept.points]
+    named = user_model(name, parsed.batch, parsed.length)
+    return sweep(named.model, *named.inputs, budgets=budgets, **_elsewhere(parsed))
 
 
 def _forecast(

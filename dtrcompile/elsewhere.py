@@ -45,12 +45,13 @@ class Elsewhere:
         return torch.device("cpu") if self.target is None else DEVICE
 
     def check(self, dtypes: Iterable[torch.dtype]) -> None:
-        """
+        """Refuse a dtype that the GPU does not compute in.
+
         Args:
             dtypes: of the tensors that are replaced.
 
         Raises:
-            OptionError: if the GPU cannot compute in one of them.
+            OptionError: if one of them is such a dtype.
         """
         used = {*dtypes, self.dtype, self.autocast}
         if self.target is not None and torch.bfloat16 in used and not self.target.has_bfloat16:

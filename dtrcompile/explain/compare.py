@@ -6,10 +6,13 @@ Tensors are matched by name, and modules by path; what only one of them has is c
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 from dtrcompile.explain.explained import Explained, ExplainedTensor, format_ns
 from dtrcompile.passes.errors import format_bytes
 from dtrcompile.text_table import indented, text_table
+
+_Pairs: TypeAlias = list[tuple[ExplainedTensor, ExplainedTensor]]
 
 
 def comparison_text(first: Explained, second: Explained, rows: int) -> str:
@@ -18,10 +21,11 @@ def comparison_text(first: Explained, second: Explained, rows: int) -> str:
     Args:
         rows: of each table, the largest.
     """
+    pairs = _pairs(first, second)
     parts = [
         _totals(first, second),
-        _fates(first, second, rows),
-        _sizes(first, second, rows),
+        _fates(pairs, rows),
+        _sizes(pairs, rows),
         _only(first, second),
         _modules(first, second, rows),
     ]
@@ -52,15 +56,15 @@ def _cost_ns(explained: Explained) -> int:
     return sum(operator.cost_ns * operator.runs for operator in explained.operators)
 
 
-def _pairs(first: Explained, second: Explained) -> list[tuple[ExplainedTensor, ExplainedTensor]]:
+def _pairs(first: Explained, second: Explained) -> _Pairs:
     """The tensors of both, the largest first."""
     named = {tensor.name: tensor for tensor in second.tensors}
     pairs = [(t, named[t.name]) for t in first.tensors if t.name in named]
     return sorted(pairs, key=lambda pair: -max(t.size_bytes for t in pair))
 
 
-def _fates(first: Explained, second: Explained, rows: int) -> str:
-    changed = [(a, b) for a, b in _pairs(first, second) if a.fate is not b.fate]
+def _fates(pairs: _Pairs, rows: int) -> str:
+    changed = [(a, b) for a, b in pairs if a.fate is not b.fate]
     if not changed:
         return "The same becomes of every tensor."
     cells = [
@@ -72,8 +76,8 @@ def _fates(first: Explained, second: Explained, rows: int) -> str:
     return f"Other things become of {len(changed)} tensors, {total}\n{indented(table)}"
 
 
-def _sizes(first: Explained, second: Explained, rows: int) -> str:
-    changed = [(a, b) for a, b in _pairs(first, second) if a.size_bytes != b.size_bytes]
+def _sizes(pairs: _Pairs, rows: int) -> str:
+    changed = [(a, b) for a, b in pairs if a.size_bytes != b.size_bytes]
     if not changed:
         return ""
     cells = [

@@ -18,15 +18,12 @@ from typing import Any
 
 import torch
 
+from dtrcompile.passes.device.caching_allocator import GRANULE_BYTES, SMALL_BYTES, UNSPLIT_BYTES
 from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.target.workspaces import keeps_workspaces, product_bytes
 from dtrcompile.passes.torch_private import allocator_snapshot
 
 _MIB = 1 << 20
-# Sizes up to this come from blocks that are always split.
-_SMALL_BYTES = _MIB
-# What may be left of a larger block and is handed out with it.
-_UNSPLIT_BYTES = _MIB
 # The same for requests of at least ``max_split_size_mb`` (``max_non_split_rounding_mb``).
 _UNSPLIT_OVERSIZE_BYTES = 20 * _MIB
 
@@ -51,11 +48,11 @@ class Allocator:
     def block_bytes(self, size_bytes: int) -> int:
         """The most that a request for ``size_bytes`` counts as."""
         size_bytes = self._rounded(size_bytes)
-        if self.splits_all or size_bytes <= _SMALL_BYTES:
+        if self.splits_all or size_bytes <= SMALL_BYTES:
             return size_bytes
         if self.max_split_bytes is not None and size_bytes >= self.max_split_bytes:
             return size_bytes + _UNSPLIT_OVERSIZE_BYTES
-        return size_bytes + _UNSPLIT_BYTES
+        return size_bytes + UNSPLIT_BYTES
 
     def _rounded(self, size_bytes: int) -> int:
         if self.divisions and size_bytes > self.granule_bytes:
@@ -71,8 +68,6 @@ class Allocator:
 EXACT = Allocator()
 """Counts what was asked for, as on the CPU."""
 
-_CUDA_GRANULE_BYTES = 512
-
 
 def allocator_of(device: torch.device) -> Allocator:
     """How the allocator of ``device`` is set up in this process."""
@@ -81,7 +76,7 @@ def allocator_of(device: torch.device) -> Allocator:
     if current_target() is not None:
         return from_settings(_settings_of_environment())
     if torch.cuda.get_allocator_backend() != "native":
-        return Allocator(_CUDA_GRANULE_BYTES)
+        return Allocator(GRANULE_BYTES)
     return from_settings(allocator_snapshot()["allocator_settings"])
 
 
@@ -92,11 +87,10 @@ def library_blocks(device: torch.device) -> tuple[int, ...]:
     """
     if device.type != "cuda":
         return ()
-    target = current_target()
     is_rocm = torch.version.hip is not None
     if not keeps_workspaces(is_rocm=is_rocm):
         return ()
-    capability = target.capability if target else torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(device)
     return (product_bytes(capability, is_rocm=is_rocm),) * 2
 
 
@@ -117,7 +111,7 @@ def from_settings(settings: Mapping[str, Any]) -> Allocator:
     by_mib = settings.get("roundup_power2_divisions", {})
     divisions = tuple(by_mib[mib] for mib in sorted(by_mib, key=int))
     return Allocator(
-        _CUDA_GRANULE_BYTES,
+        GRANULE_BYTES,
         settings.get("expandable_segments", False),
         max_split_bytes if max_split_bytes > 0 else None,
         divisions if any(parts > 1 for parts in divisions) else (),

@@ -17,16 +17,16 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-_GRANULE_BYTES = 512
+GRANULE_BYTES = 512
 _MIB = 1 << 20
-# Requests up to `_SMALL_BYTES` come from segments of `_SMALL_SEGMENT_BYTES`; those below
+# Requests up to `SMALL_BYTES` come from segments of `_SMALL_SEGMENT_BYTES`; those below
 # `_LARGE_BYTES` from segments of `_LARGE_SEGMENT_BYTES`; any other has a segment of its own.
-_SMALL_BYTES, _SMALL_SEGMENT_BYTES = _MIB, 2 * _MIB
+SMALL_BYTES, _SMALL_SEGMENT_BYTES = _MIB, 2 * _MIB
 _LARGE_BYTES, _LARGE_SEGMENT_BYTES = 10 * _MIB, 20 * _MIB
 _ROUND_LARGE_BYTES = 2 * _MIB
 _SMALL_POOL_ADDRESS = 1 << 60
 # What is left of a large block is split off if it is more.
-_UNSPLIT_BYTES = _MIB
+UNSPLIT_BYTES = _MIB
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +68,8 @@ class CachingAllocator:
 
     def allocate(self, size_bytes: int) -> Block:
         """A block for a request; `free` takes it back."""
-        size_bytes = max(_GRANULE_BYTES, size_bytes + -size_bytes % _GRANULE_BYTES)
-        is_small = size_bytes <= _SMALL_BYTES
+        size_bytes = max(GRANULE_BYTES, size_bytes + -size_bytes % GRANULE_BYTES)
+        is_small = size_bytes <= SMALL_BYTES
         free = self._free[is_small]
         at = bisect_left(free, size_bytes, key=lambda entry: entry[0])
         if self.expandable_segments and at + 1 < len(free) and free[at][2] is self._last[is_small]:
@@ -133,9 +133,9 @@ class CachingAllocator:
         """Make a block as small as a request, if what is left is worth it."""
         left_bytes = block.size_bytes - size_bytes
         if block.is_small or self.expandable_segments:
-            is_worth_it = left_bytes >= _GRANULE_BYTES
+            is_worth_it = left_bytes >= GRANULE_BYTES
         else:
-            is_worth_it = left_bytes > _UNSPLIT_BYTES
+            is_worth_it = left_bytes > UNSPLIT_BYTES
         if not is_worth_it:
             return
         block.size_bytes = size_bytes

@@ -36,7 +36,6 @@ from torch.utils.flop_counter import flop_registry
 
 from dtrcompile.passes.errors import OptionError
 from dtrcompile.passes.nodes import Role, hint, packet, role
-from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.torch_private import disable_modes
 
 log = logging.getLogger("dtrcompile.costs")
@@ -175,8 +174,7 @@ def device_peaks(device: torch.device) -> DevicePeaks:
     if device.type == "cpu":
         return CPU_PEAKS
     if device.type == "cuda":
-        target = current_target()
-        name = target.name if target else torch.cuda.get_device_properties(device).name
+        name = torch.cuda.get_device_properties(device).name
         for known, peaks in GPU_PEAKS.items():
             if known.lower() in name.lower():
                 return peaks

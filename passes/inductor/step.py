@@ -156,8 +156,8 @@ def _lowered(
             return lowered[0]
 
     beside = None
-    is_on_cpu = device_of(captured).type == "cpu" or current_target() is not None
-    if not captured.symbols and is_on_cpu and may_fork():
+    needs_no_device = device_of(captured).type == "cpu" or current_target() is not None
+    if not captured.symbols and needs_no_device and may_fork():
         inputs = [_restrided(value(n), expected_strides.get(n.name)) for n in inputs_of_backward]
         with _donating(donated):
             beside = lower_beside(backward, inputs, **lowering_backward)

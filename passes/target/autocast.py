@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.errors import CaptureError
+from dtrcompile.passes.target.python_kernels import python_kernel
 from dtrcompile.passes.torch_private import (
     DispatchKey,
     DispatchKeySet,
@@ -41,10 +41,8 @@ def autocasting() -> Iterator[None]:
     """Inside of the ``with`` block, ``torch.autocast("cuda")`` has its effect on such tensors."""
     with contextlib.ExitStack() as stack:
         for op, policy in _policies().items():
-            stack.callback(op._dispatch_cache.clear)
-            function = functools.partial(_cast, op, policy)
-            stack.enter_context(mock.patch.dict(op.py_kernels, {_KEY: function}))
-            op._dispatch_cache.clear()
+            cast = functools.partial(_cast, op, policy)
+            stack.enter_context(python_kernel(op, _KEY, cast))
         yield
 
 

@@ -19,6 +19,7 @@ What is left are functions in C++ that ask a tensor for its device:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -31,12 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrcompile.passes.target.attention import attend
 from dtrcompile.passes.target.autocast import autocasting
 from dtrcompile.passes.target.devices import Target
+from dtrcompile.passes.target.python_kernels import python_kernel
 from dtrcompile.passes.torch_private import (
     DispatchKey,
     FakeTensor,
     FakeTensorMode,
     FunctionalTensor,
-    OpOverload,
     UniformValueConstantFolder,
     compile_fx_module,
     joint_graph,
@@ -46,6 +47,7 @@ from dtrcompile.passes.torch_private import (
 DEVICE = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
+_COMPOSED = DispatchKey.CompositeImplicitAutograd
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _IS_TRACED: ContextVar[bool] = ContextVar("dtrcompile_traced", default=False)
 
@@ -59,15 +61,16 @@ def traced(target: Target) -> Iterator[None]:
             (FakeTensor, "__torch_dispatch__", classmethod(_dispatch_of_tensor)),
             (FakeTensorMode, "dispatch", _dispatch_of_mode),
             (FunctionalTensor, "device", property(_device_of_functional)),
-            # Inductor traces its patterns on the device; those of the CPU are the same.
             (compile_fx_module, "joint_graph_passes", _joint_graph_passes),
+            # Inductor traces its patterns on the device; those of the CPU are the same.
             (joint_graph, "lazy_init", lambda _device=None: _LAZY_INIT(_CPU)),
             (UniformValueConstantFolder, "_deduce_value", _deduce_on_cpu),
             (UniformValueConstantFolder, "_add_peephole_patterns", _add_patterns_on_cpu),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
         stack.enter_context(mock.patch.dict(metadata_handlers, {_DEVICE_OF: _device_in_mode}))
-        stack.enter_context(_composed(_ATTENTION, lambda *a, **k: attend(target, *a, **k)))
+        attention = functools.partial(attend, target)
+        stack.enter_context(python_kernel(_ATTENTION, _COMPOSED, attention))
         stack.enter_context(autocasting())
         stack.enter_context(_set(True))
         yield
@@ -151,18 +154,6 @@ class _OnCPU(TorchDispatchMode):
         if not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(asked)):
             asked = pytree.tree_map_only(torch.device, lambda _device: _CPU, asked)
         return func(*asked[0], **asked[1])
-
-
-@contextlib.contextmanager
-def _composed(op: OpOverload, function: Any) -> Iterator[None]:
-    """Inside of the ``with`` block, tracing takes an operator for what ``function`` does."""
-    key = DispatchKey.CompositeImplicitAutograd
-    op._dispatch_cache.clear()
-    try:
-        with mock.patch.dict(op.py_kernels, {key: function}):
-            yield
-    finally:
-        op._dispatch_cache.clear()
 
 
 _JOINT_GRAPH_PASSES = compile_fx_module.joint_graph_passes
