@@ -222,6 +222,25 @@ def _add_elsewhere(command: argparse.ArgumentParser) -> None:
     )
 
 
+# What `_add_elsewhere` adds, which says nothing of a file.
+_OF_A_MODEL = ("device", "dtype", "autocast", "batch", "length")
+
+
+def _refuse_ignored(parsed: argparse.Namespace, names: Sequence[str], given: str) -> None:
+    """Refuse arguments that would have no effect.
+
+    Args:
+        given: what the command was given, of which they say nothing.
+
+    Raises:
+        OptionError: if there is one.
+    """
+    present = [name for name in names if getattr(parsed, name) not in (None, False)]
+    if present:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in present)
+        raise OptionError(f"{flags}: {parsed.command} has no use for it with {given}.")
+
+
 def _elsewhere(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `dtrcompile.plan` that `_add_elsewhere` stands for.
 
@@ -322,8 +341,10 @@ def _plan(parsed: argparse.Namespace) -> None:
             raise OptionError("plan needs --budget, such as 8GiB, 40% or min, or a --device.")
         parsed.budget = "auto"
     if not _is_named_model(parsed.model):
+        _refuse_ignored(parsed, (*_OF_A_MODEL, "optimizer", "json"), "a program file")
         _plan_program(parsed)
         return
+    _refuse_ignored(parsed, ("output", "host_link"), "a module:callable")
     given: dict[str, Any] = {"planner": parsed.planner, "heuristic": parsed.heuristic}
     if parsed.planning_s is not None:
         given["planning_s"] = parsed.planning_s
@@ -357,6 +378,7 @@ def _explain(parsed: argparse.Namespace) -> None:
             raise OptionError("explain needs --budget for a module:callable, such as 40% or min.")
         explanation = _forecast(parsed).explain()
     else:
+        _refuse_ignored(parsed, ("budget", *_OF_A_MODEL), "an explanation file")
         explanation = Explanation.from_json(_read_text(Path(parsed.model)))
     for path in parsed.output:
         explanation.save(path)
@@ -379,6 +401,7 @@ def _compare(parsed: argparse.Namespace) -> None:
             raise OptionError(
                 "compare needs two explanation files, which say at which budgets they were made."
             )
+        _refuse_ignored(parsed, _OF_A_MODEL, "an explanation file")
         first, second = (
             Explanation.from_json(_read_text(Path(name))) for name in (parsed.first, parsed.second)
         )
