@@ -345,6 +345,8 @@ class Options:
             are known to be followed by another one do so.
         most_plans: the most plans that a graph with symbolic sizes may have at once, each for a
             range of sizes.
+        chunking: large values may be computed in chunks where a training step does not fit
+            otherwise, or would cost more.
     """
 
     budget: Budget = _AUTO
@@ -360,6 +362,7 @@ class Options:
     verify: bool = True
     several_graphs: bool = False
     most_plans: int = 4
+    chunking: bool = True
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None = None) -> Options:
@@ -576,7 +579,7 @@ def _from_environment(without: Iterable[str]) -> dict[str, Any]:
 def _value_of(option: str, text: str, what: str) -> object:
     """The Python value that the text of an environment variable stands for."""
     match option:
-        case "verify" | "several_graphs":
+        case "verify" | "several_graphs" | "chunking":
             words = {"1": True, "true": True, "yes": True, "on": True}
             words |= {"0": False, "false": False, "no": False, "off": False}
             if text.lower() not in words:
@@ -631,7 +634,7 @@ def _parsed(name: str, value: Any, what: str) -> Any:
             return _parse_name(value, name, what, COMPILERS)
         case "inductor":
             return _parse_inductor(value, what)
-        case "verify" | "several_graphs":
+        case "verify" | "several_graphs" | "chunking":
             if not isinstance(value, bool):
                 raise OptionError(
                     f"{what} must be True or False, not {_show(value)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from dtrcompile.compilation.planning import plan_inference, plan_step
+from dtrcompile.compilation.planning import Joint, plan_inference, plan_step
 from dtrcompile.compilation.session import Session
 from dtrcompile.compilation.settings import inductor_patches
 from dtrcompile.passes.graphs.executor import EagerExecutor, Predicted
@@ -42,15 +42,20 @@ def compile_eager(
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint = joint_graph_passes(joint)
         tag_scopes(joint)
-        forward, backward = min_cut_rematerialization_partition(
-            joint, joint_inputs, compiler="inductor", **kwargs
-        )
+
+        def split(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return min_cut_rematerialization_partition(
+                joint, joint_inputs, compiler="inductor", **kwargs
+            )
+
+        forward, backward = split(joint)
         outcome = plan_step(
             session,
             forward,
             backward,
             num_fwd_outputs=kwargs["num_fwd_outputs"],
             static_input_indices=kwargs.get("static_lifetime_input_indices") or (),
+            joint=Joint(joint, split),
         )
         assert outcome.chosen is not None
         emitted = outcome.chosen.emitted

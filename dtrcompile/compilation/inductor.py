@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from dtrcompile.compilation.kept_code import KeptCode
-from dtrcompile.compilation.planning import plan_inference, plan_step
+from dtrcompile.compilation.planning import Joint, plan_inference, plan_step
 from dtrcompile.compilation.session import CURRENT, Session, SessionState
 from dtrcompile.compilation.settings import inductor_patches
 from dtrcompile.options import Options
@@ -68,7 +68,11 @@ class DTRPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split ``gm`` by default, then replace the split by a plan's graphs if need be."""
         tag_scopes(gm)
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+        def split(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+        forward, backward = split(gm)
         session = CURRENT.get() or Session(self.options, next_graph_index(), Assignment())
         outcome = plan_step(
             session,
@@ -76,6 +80,7 @@ class DTRPartitioner(CustomPartitionerFn):
             backward,
             num_fwd_outputs=kwargs["num_fwd_outputs"],
             static_input_indices=kwargs.get("static_lifetime_input_indices") or (),
+            joint=Joint(gm, split),
         )
         if outcome.chosen is not None:
             emitted = outcome.chosen.emitted

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
+from dtrcompile.compilation.in_chunks import ChunkedSteps, Split
 from dtrcompile.compilation.probing import ProbedPlan, is_probing, probed_budgets
 from dtrcompile.compilation.session import Session, available_bytes, device_of_graph
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
@@ -28,6 +30,18 @@ from dtrcompile.progress import showing
 from dtrcompile.steps.planned import around_bytes
 
 
+@dataclass(frozen=True)
+class Joint:
+    """Forward and backward as one graph.
+
+    Attributes:
+        split: PyTorch's default split of such a graph.
+    """
+
+    graph: fx.GraphModule
+    split: Callable[[fx.GraphModule], Split]
+
+
 def plan_step(
     session: Session,
     forward: fx.GraphModule,
@@ -35,8 +49,12 @@ def plan_step(
     *,
     num_fwd_outputs: int,
     static_input_indices: Iterable[int],
+    joint: Joint | None = None,
 ) -> Outcome:
     """Capture, plan, emit and report, at the sizes that the session is for.
+
+    Args:
+        joint: what was split into ``forward`` and ``backward``; None where it may not be changed.
 
     Raises:
         InfeasibleBudgetError: if no plan stays within the budget.
@@ -48,6 +66,7 @@ def plan_step(
             backward,
             num_fwd_outputs=num_fwd_outputs,
             static_input_indices=static_input_indices,
+            joint=joint,
         )
 
 
@@ -78,31 +97,46 @@ def _plan_at_sizes(
     *,
     num_fwd_outputs: int,
     static_input_indices: Iterable[int],
+    joint: Joint | None,
 ) -> Outcome:
     options = session.options
     is_inductor = options.compiler == "inductor"
     start = time.perf_counter()
     device = device_of_graph(forward)
-    with dynamo_timed(CAPTURE):
-        captured = capture(
-            forward,
-            backward,
-            num_fwd_outputs=num_fwd_outputs,
-            static_input_indices=static_input_indices,
-            cost_model=make_cost_model(options.cost_model, device),
-            # The eager executor counts what it asks for.
-            allocator=allocator_of(device) if is_inductor else EXACT,
-        )
-    captured = captured.handing_on(session.assignment.handed_on)
+    static = tuple(static_input_indices)
+
+    def captured_of(forward: fx.GraphModule, backward: fx.GraphModule | None) -> Captured:
+        with dynamo_timed(CAPTURE):
+            captured = capture(
+                forward,
+                backward,
+                num_fwd_outputs=num_fwd_outputs,
+                static_input_indices=static,
+                cost_model=make_cost_model(options.cost_model, device),
+                # The eager executor counts what it asks for.
+                allocator=allocator_of(device) if is_inductor else EXACT,
+            )
+        return captured.handing_on(session.assignment.handed_on)
+
+    captured = captured_of(forward, backward)
     session.capture_s = time.perf_counter() - start
     session.available_bytes = available_bytes(
         captured.program, device_of(captured), session.assignment.beside
     )
     if backward is not None:
         session.around_bytes = around_bytes(captured.program)
+    chunked = None
+    if joint is not None and options.chunking:
+        chunked = ChunkedSteps(
+            joint.graph,
+            joint.split,
+            captured_of,
+            functools.partial(_fitter, session, always_emit=True),
+        )
+    fitter = _fitter(session, captured)
     if is_probing():
         with showing("dtrcompile"):
-            outcomes = _probed(session, captured)
+            outcomes = _probed(session, fitter, chunked)
             if not probed_budgets() and isinstance(outcomes[0], InfeasibleBudgetError):
                 # Whoever compiles the graph may have something else to try.
                 raise outcomes[0]
@@ -114,7 +148,7 @@ def _plan_at_sizes(
             )
     try:
         with showing(f"dtrcompile graph {session.graph}"):
-            outcome = _fitted(session, captured)
+            outcome = _fitted(session, fitter, chunked)
         session.has_planned(outcome)
     except InfeasibleBudgetError as refusal:
         if session.kept is not None:
@@ -126,18 +160,19 @@ def _plan_at_sizes(
     return outcome
 
 
-def _probed(session: Session, captured: Captured) -> list[Outcome | InfeasibleBudgetError]:
+def _probed(
+    session: Session, fitter: Fitter, chunked: ChunkedSteps | None
+) -> list[Outcome | InfeasibleBudgetError]:
     """What planning comes to, for each budget that is asked for."""
-    fitter = _fitter(session, captured)
     found: list[Outcome | InfeasibleBudgetError] = []
     for budget in probed_budgets() or [session.options.budget]:
         session.options = replace(session.options, budget=budget)
         try:
-            outcome = _fitted(session, captured, fitter)
+            outcome = _fitted(session, fitter, chunked)
             session.has_planned(outcome)
             found.append(outcome)
         except InfeasibleBudgetError as refusal:
-            found.append(_located(refusal, captured, session))
+            found.append(_located(refusal, fitter.captured, session))
     return found
 
 
@@ -153,31 +188,38 @@ def _located(
     return refusal.with_places(places_of(captured, session.input_names))
 
 
-def _fitter(session: Session, captured: Captured) -> Fitter:
+def _fitter(session: Session, captured: Captured, *, always_emit: bool = False) -> Fitter:
+    """
+    Args:
+        always_emit: the default split is not what is compiled where a plan is not needed.
+    """
     options = session.options
     is_inductor = options.compiler == "inductor"
     model: MemoryModel = (
         InductorModel(session.may_estimate, options.lowering_s) if is_inductor else RefereeModel()
     )
     planner = make_planner(options.planner, **options.planner_options())
-    return Fitter(captured, planner, model, always_emit=not is_inductor)
+    return Fitter(captured, planner, model, always_emit=always_emit or not is_inductor)
 
 
-def _fitted(session: Session, captured: Captured, fitter: Fitter | None = None) -> Outcome:
+def _fitted(session: Session, fitter: Fitter, chunked: ChunkedSteps | None) -> Outcome:
     """The cheapest graphs that keep to the session's limits.
 
     Args:
-        fitter: of the same graphs, for other budgets.
+        chunked: other forms of the same graphs.
 
     Raises:
         InfeasibleBudgetError: if there are none.
     """
-    options = session.options
+    found: Outcome | InfeasibleBudgetError
     try:
-        return (fitter or _fitter(session, captured)).fit(
-            session.limits, is_whole_peak=options.is_whole_peak
-        )
+        found = fitter.fit(session.limits, is_whole_peak=session.options.is_whole_peak)
     except InfeasibleBudgetError as refusal:
-        if refusal.minimum_bytes is not None:  # of the two minima, the larger one
-            session.check_optimizer_step(refusal.minimum_bytes)
-        raise
+        found = refusal
+    if chunked is not None:
+        found = chunked.better(found, fitter, session.limits)
+    if isinstance(found, Outcome):
+        return found
+    if found.minimum_bytes is not None:  # of the two minima, the larger one
+        session.check_optimizer_step(found.minimum_bytes)
+    raise found

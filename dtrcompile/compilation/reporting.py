@@ -62,6 +62,7 @@ def add_compile_report(
         " find a better one"
         if summary.is_cut_short
         else "",
+        *(f"computed in chunks: {text}" for text in summary.chunks),
         "" if summary.allocator.splits_all else _UNSPLIT,
         graph_break,
         *(

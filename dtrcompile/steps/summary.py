@@ -85,7 +85,7 @@ class Summary:
         saves_least: as in `Outcome`.
         is_guess: ``baseline`` is.
         is_kept: an earlier process made the plan.
-        is_cut_short: as in `Outcome`.
+        is_cut_short, chunks: as in `Outcome`.
         planning_s, lowering_s: seconds spent on capture and planning, and on measuring.
     """
 
@@ -104,6 +104,7 @@ class Summary:
     is_guess: bool = False
     is_kept: bool = False
     is_cut_short: bool = False
+    chunks: tuple[str, ...] = ()
     planning_s: float = 0.0
     lowering_s: float = 0.0
 
@@ -127,6 +128,7 @@ class Summary:
             outcome.is_guess,
             outcome.is_kept,
             outcome.is_cut_short,
+            outcome.chunks,
             capture_s + outcome.planning_s,
             outcome.lowering_s,
         )
@@ -151,6 +153,7 @@ class Summary:
             "is_default": self.is_default,
             "saves_least": self.saves_least,
             "is_cut_short": self.is_cut_short,
+            "chunks": self.chunks,
         }
 
     @staticmethod
@@ -180,6 +183,7 @@ class Summary:
                 entry["saves_least"],
                 is_kept=True,
                 is_cut_short=entry["is_cut_short"],
+                chunks=tuple(entry["chunks"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, ProgramError, PlanError):
             return None

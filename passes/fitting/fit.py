@@ -233,6 +233,8 @@ class Outcome:
         is_kept: an earlier process made the plan.
         saves_least: because graphs of unknown size follow, at the price of compute.
         is_cut_short: a search ended because it had lowered as much as it may.
+        chunks: what is computed in chunks, and in how many; ``baseline_measured`` is then of the
+            graph as it was.
     """
 
     captured: Captured
@@ -247,6 +249,7 @@ class Outcome:
     is_kept: bool = False
     saves_least: bool = False
     is_cut_short: bool = False
+    chunks: tuple[str, ...] = ()
 
     @property
     def measured(self) -> Measured:
@@ -332,6 +335,21 @@ class Fitter:
         """
         with _only_new_objects_collected():
             return self._fit.run(limits, is_whole_peak, self._always_emit)
+
+    @property
+    def captured(self) -> Captured:
+        """What is planned."""
+        return self._fit.captured
+
+    @property
+    def baseline(self) -> Measured | None:
+        """What the default split holds; None where that was not measured."""
+        return None if self._fit.default is None else self._fit.default[3]
+
+    @functools.cached_property
+    def least_bytes(self) -> int:
+        """About the smallest peak that a plan can have, without measuring anything."""
+        return self._fit.least_planned_bytes()
 
 
 def fit(
@@ -582,6 +600,14 @@ class _Fit:
         if measured.by_sizes is None:
             measured = replace(measured, by_sizes=PlanSizeModel(self.captured, plan))
         return measured
+
+    def least_planned_bytes(self) -> int:
+        """About the smallest peak that a plan of these graphs alone can have."""
+        start = time.perf_counter()
+        with dynamo_timed(PLANNING):
+            plan = minimum_plan(self.program, self.planner.for_minimum())
+        self.planning_s += time.perf_counter() - start
+        return replay(self.program, plan)[1].peak_bytes
 
     def least_own_bytes(self) -> int:
         """About the smallest peak that a plan can have, without constants."""

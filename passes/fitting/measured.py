@@ -35,6 +35,28 @@ class SizeModel(ABC):
 
 
 @dataclass(frozen=True)
+class ApartSizeModel(SizeModel):
+    """Of other graphs than those that it is asked about, with the same inputs and outputs.
+
+    Attributes:
+        captured: the graphs that ``model`` is of.
+    """
+
+    model: SizeModel
+    captured: Captured
+
+    def at(self, sizes: Sizes) -> Measured:
+        return self.model.at(sizes)
+
+    def of(self, captured: Captured) -> Measured:
+        return self.model.of(self.captured.handing_on(captured.handed_on))
+
+    @property
+    def formulas(self) -> StepFormulas | None:
+        return self.model.formulas
+
+
+@dataclass(frozen=True)
 class Measured:
     """What graphs hold, as a memory model sees it.
 

@@ -84,3 +84,29 @@ AMPLE: Final = 2
 """Multiple of a guess from which on a budget is ample, so that the default split is compiled
 without being measured beforehand.  The schedules of default splits were seen to hold 0.6 to 1.3
 times the guess, and measuring beforehand took a third of the compile time."""
+
+# Values that are computed in chunks (`dtrcompile.compilation.in_chunks`)
+
+WORTHWHILE_OVERHEAD: Final = 1.1
+"""Multiple of the baseline's compute.  A graph that stays within its budget for less than this is
+compiled as it is, without a look at chunks.  Not measured."""
+
+CHUNKED_PART_DIVISOR: Final = 4
+"""Divides the peak, less constants.  Values of at least the result are computed in chunks.  Not
+measured."""
+
+LEAST_CHUNKED_BYTES: Final = 4 << 20
+"""Smaller values are never computed in chunks: the kernels for their chunks would take longer to
+start than to run.  Not measured."""
+
+CHUNKS: Final = (4, 16)
+"""Numbers of chunks that are tried, in this order.  On a language model with a vocabulary of 32,000
+and 2,048 tokens, 4 chunks took the smallest peak from 274 to 94 MiB, and 16 took it to 48 MiB."""
+
+MAX_CHUNKED_OPERATORS: Final = 6000
+"""Operators that chunks may add to a graph, because planning and lowering take time for each.  Not
+measured."""
+
+WORTHWHILE_CHUNKING_SHARE: Final = 0.95
+"""Share of the smallest peak without chunks, or with fewer.  Chunks have to get below it.  Not
+measured."""

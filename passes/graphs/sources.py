@@ -51,6 +51,11 @@ def places_of(captured: Captured, input_names: Sequence[str] = ()) -> dict[str, 
     return found
 
 
+def place_of(node: fx.Node) -> str:
+    """Where a node comes from, in a few words; empty where that is not known."""
+    return str(_source([node], {}))
+
+
 def _source(nodes: Sequence[fx.Node], parsed: dict[str, tuple[Frame, ...]]) -> Source:
     """Of an operator: where its last node that tells comes from, which gives the result."""
     for node in reversed(nodes):

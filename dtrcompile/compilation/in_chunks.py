@@ -1,0 +1,186 @@
+"""The same training step with its largest values computed in chunks, where that is better.
+
+`passes.chunking` proves which operators can be, and writes the graph; here it is decided whether
+that is done.  A chunked graph is split, captured, planned and measured as every graph is.  It is
+compiled if the graph as it is cannot be held within the budget, or only at a higher cost.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from dtrcompile.passes.chunking.regions import Region, bytes_of, regions_of
+from dtrcompile.passes.chunking.rewrite import chunked
+from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.fitting.fit import Fitter, Limits, Outcome
+from dtrcompile.passes.fitting.measured import ApartSizeModel, Measured
+from dtrcompile.passes.fitting.settings import (
+    CHUNKED_PART_DIVISOR,
+    CHUNKS,
+    LEAST_CHUNKED_BYTES,
+    MAX_CHUNKED_OPERATORS,
+    WORTHWHILE_CHUNKING_SHARE,
+    WORTHWHILE_OVERHEAD,
+)
+from dtrcompile.passes.graphs.capture import Captured
+from dtrcompile.passes.graphs.sources import place_of
+
+log = logging.getLogger("dtrcompile")
+
+Split = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass
+class ChunkedSteps:
+    """The chunked forms of one training step, made when they are asked for.
+
+    Attributes:
+        joint: forward and backward as one graph.
+        split: PyTorch's default split of such a graph.
+        capture: the program of a split.
+        make_fitter: finds plans for what was captured.
+    """
+
+    joint: fx.GraphModule
+    split: Callable[[fx.GraphModule], Split]
+    capture: Callable[[fx.GraphModule, fx.GraphModule], Captured]
+    make_fitter: Callable[[Captured], Fitter]
+    _made: dict[tuple[tuple[str, ...], int], ChunkedStep | None] = field(default_factory=dict)
+
+    def better(
+        self,
+        found: Outcome | InfeasibleBudgetError,
+        plain: Fitter,
+        limits: Callable[[Measured], Limits],
+    ) -> Outcome | InfeasibleBudgetError:
+        """What was found for the graph as it is, or a chunked one that is better.
+
+        Args:
+            plain: of the graph as it is.
+            limits: as of `Fitter.fit`.
+        """
+        baseline = plain.baseline
+        if baseline is None or plain.captured.symbols or not _is_worth_a_try(found):
+            return found
+        agreed = limits(baseline)
+        if agreed.more_follow or agreed.is_unlimited:
+            return found
+        target_bytes = None
+        if agreed.budget_bytes is not None:
+            target_bytes = agreed.budget_bytes - agreed.others.outside_bytes
+        start = time.perf_counter()
+        step = self._best(plain, found, target_bytes, agreed)
+        if step is None:
+            return found
+        try:
+            outcome = step.fitter.fit(lambda _: agreed)
+        except InfeasibleBudgetError as refusal:
+            if isinstance(found, InfeasibleBudgetError) and _minimum(refusal) < _minimum(found):
+                return refusal
+            return found
+        outcome = replace(
+            outcome,
+            baseline_measured=_apart(baseline, plain.captured),
+            chunks=step.texts,
+            planning_s=time.perf_counter() - start - outcome.lowering_s,
+        )
+        return outcome if _is_better(outcome, found) else found
+
+    def _best(
+        self,
+        plain: Fitter,
+        found: Outcome | InfeasibleBudgetError,
+        target_bytes: int | None,
+        agreed: Limits,
+    ) -> ChunkedStep | None:
+        """The one with the fewest chunks that leaves room for a plan, or else the smallest."""
+        if isinstance(found, InfeasibleBudgetError):
+            peak_bytes = _minimum(found) - agreed.others.outside_bytes
+        else:
+            peak_bytes = found.measured.peak_with(found.others)
+        own_bytes = peak_bytes - plain.captured.program.constant_bytes
+        least_bytes = max(LEAST_CHUNKED_BYTES, own_bytes // CHUNKED_PART_DIVISOR)
+        regions = regions_of(self.joint, least_bytes)
+        if not regions:
+            return None
+        best: ChunkedStep | None = None
+        best_bytes = int(plain.least_bytes * WORTHWHILE_CHUNKING_SHARE)
+        for n_chunks in CHUNKS:
+            step = self._step(regions, n_chunks)
+            if step is None:
+                continue
+            n_bytes = step.fitter.least_bytes
+            log.debug("in %d chunks: about %s at least", n_chunks, format_bytes(n_bytes))
+            if n_bytes <= best_bytes:
+                best, best_bytes = step, int(n_bytes * WORTHWHILE_CHUNKING_SHARE)
+            if target_bytes is not None and n_bytes <= target_bytes * WORTHWHILE_CHUNKING_SHARE:
+                break
+        return best
+
+    def _step(self, regions: list[Region], n_chunks: int) -> ChunkedStep | None:
+        """In so many chunks; None if that is impossible, or would be too many operators."""
+        if n_chunks * sum(len(region.nodes) for region in regions) > MAX_CHUNKED_OPERATORS:
+            return None
+        key = tuple(region.seed.name for region in regions), n_chunks
+        if key not in self._made:
+            cuts = [(region, min(n_chunks, region.n_rows)) for region in regions]
+            graph = chunked(self.joint, cuts)
+            self._made[key] = None
+            if graph is not None:
+                captured = self.capture(*self.split(graph))
+                texts = tuple(_told(region, n) for region, n in cuts)
+                self._made[key] = ChunkedStep(captured, self.make_fitter(captured), texts)
+        return self._made[key]
+
+
+@dataclass
+class ChunkedStep:
+    """A step with values computed in chunks.
+
+    Attributes:
+        texts: what is computed so, for the report.
+    """
+
+    captured: Captured
+    fitter: Fitter
+    texts: tuple[str, ...]
+
+
+def _apart(measured: Measured, captured: Captured) -> Measured:
+    """What other graphs than the chunked ones hold."""
+    if measured.by_sizes is None:
+        return measured
+    return replace(measured, by_sizes=ApartSizeModel(measured.by_sizes, captured))
+
+
+def _is_worth_a_try(found: Outcome | InfeasibleBudgetError) -> bool:
+    if isinstance(found, InfeasibleBudgetError):
+        return type(found) is InfeasibleBudgetError and found.minimum_bytes is not None
+    if found.is_guess or found.chosen is None:
+        return False
+    return found.budget_bytes is None or found.stats.overhead > WORTHWHILE_OVERHEAD
+
+
+def _minimum(refusal: InfeasibleBudgetError) -> int:
+    assert refusal.minimum_bytes is not None
+    return refusal.minimum_bytes
+
+
+def _is_better(outcome: Outcome, found: Outcome | InfeasibleBudgetError) -> bool:
+    if isinstance(found, InfeasibleBudgetError):
+        return True
+    if outcome.budget_bytes is None:
+        return outcome.measured.peak_with(outcome.others) < found.measured.peak_with(found.others)
+    return outcome.stats.cost_ns < found.stats.cost_ns
+
+
+def _told(region: Region, n_chunks: int) -> str:
+    """Which value is computed in chunks, in terms of the user's modules and lines."""
+    place = place_of(region.seed)
+    where = f" ({place})" if place else ""
+    return f"{region.seed.name}{where}, {format_bytes(bytes_of(region.seed))}: {n_chunks} chunks"

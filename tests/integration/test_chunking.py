@@ -1,0 +1,137 @@
+"""Training steps whose largest values are computed in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtrcompile
+from dtrcompile import InfeasibleBudgetError
+from dtrcompile.demo.memory import static_bytes, trace_step
+from dtrcompile.passes.fitting import settings
+from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
+from workloads.training import assert_close, compile_dtr, gradients_of, unwrap
+
+WORDS, WIDTH, TOKENS = 4096, 16, 288  # scores of 4.5 MiB
+
+
+class Model(nn.Module):
+    def __init__(self, loss: Callable[..., Tensor] = F.cross_entropy) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.loss = loss
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        h = torch.tanh(self.hidden(F.dropout(self.embedding(tokens), 0.1, self.training)))
+        return self.loss(self.head(h), labels)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
+    yield
+    torch._dynamo.reset()
+
+
+def made(**given: Any) -> tuple[Model, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = Model(**given)
+    return model, (torch.randint(WORDS, (TOKENS,)), torch.randint(WORDS, (TOKENS,)))
+
+
+def gradients(compiled: Any, inputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
+    torch.manual_seed(1)
+    compiled.zero_grad(set_to_none=True)
+    compiled(*inputs).backward()
+    return {n: None if g is None else g.clone() for n, g in gradients_of(compiled).items()}
+
+
+def smoothed(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores, labels, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, smoothed])
+def test_a_step_that_does_not_fit_whole_fits_in_chunks(loss: Callable[..., Tensor]) -> None:
+    model, inputs = made(loss=loss)
+    whole = compile_dtr(model, "min", chunking=False)
+    expected = gradients(whole, inputs)
+    smallest = dtrcompile.reports()[-1].promised_peak_bytes
+    budget = smallest * 2 // 3
+
+    with pytest.raises(Exception) as refused:
+        gradients(compile_dtr(model, budget, chunking=False), inputs)
+    assert isinstance(unwrap(refused.value), InfeasibleBudgetError)
+
+    clear_executor_log()
+    found = gradients(compile_dtr(model, budget), inputs)
+    assert max(b for record in executor_log() for b in record.counted_bytes) <= budget
+    assert_close(found, expected)  # the same dropout, too
+    report = dtrcompile.reports()[-1]
+    (note,) = [n for n in report.notes if n.startswith("computed in chunks")]
+    assert "head" in note and "test_chunking.py" in note and "4.5 MiB" in note
+    # A share is one of the step as it was.
+    assert report.baseline_peak_bytes > 2 * WORDS * TOKENS * 4
+    assert "head" in str(report.explain())
+
+
+def test_a_step_that_fits_stays_whole() -> None:
+    model, inputs = made()
+    gradients(compile_dtr(model, "100%"), inputs)
+    assert not any("chunks" in note for note in dtrcompile.reports()[-1].notes)
+
+
+def test_small_values_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtrcompile.compilation.in_chunks.LEAST_CHUNKED_BYTES", 5 << 20)
+    model, inputs = made()
+    gradients(compile_dtr(model, "min"), inputs)
+    assert not any("chunks" in note for note in dtrcompile.reports()[-1].notes)
+
+
+def test_the_refusal_names_what_fits_in_chunks() -> None:
+    model, inputs = made()
+    with pytest.raises(Exception) as refused:
+        gradients(compile_dtr(model, 100_000), inputs)
+    refusal = unwrap(refused.value)
+    assert isinstance(refusal, InfeasibleBudgetError) and refusal.minimum_bytes is not None
+    gradients(compile_dtr(model, refusal.minimum_bytes), inputs)
+    report = dtrcompile.reports()[-1]
+    assert report.promised_peak_bytes <= refusal.minimum_bytes
+    assert any("chunks" in note for note in report.notes)
+
+
+def test_a_forecast_counts_chunks_as_the_compilation_does() -> None:
+    model, inputs = made()
+    points = dtrcompile.sweep(model, *inputs, budgets=["100%", "min"], compiler="eager").points
+    gradients(compile_dtr(model, "min"), inputs)
+    assert points[1].peak_bytes == dtrcompile.reports()[-1].promised_peak_bytes
+    assert points[1].peak_bytes < points[0].peak_bytes / 2
+
+
+def test_settings_are_in_order() -> None:
+    assert list(settings.CHUNKS) == sorted(settings.CHUNKS)
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_under_inductor_the_allocator_sees_what_is_promised() -> None:
+    model, inputs = made()
+    plain = gradients(torch.compile(model, dynamic=False), inputs)
+    torch._dynamo.reset()
+    compiled = compile_dtr(model, "40%", compiler="inductor", dynamic=False)
+    found = gradients(compiled, inputs)
+    model.zero_grad(set_to_none=True)
+    before_bytes = static_bytes(model, *inputs)
+    traced = trace_step(lambda: compiled(*inputs).backward(), before_bytes, torch.device("cpu"))
+    (report,) = dtrcompile.reports()
+    assert any("computed in chunks" in note for note in report.notes)
+    assert "verified" in report.verification and "not verified" not in report.verification
+    assert traced.peak_bytes <= report.promised_peak_bytes <= report.budget_bytes
+    assert_close(found, plain)

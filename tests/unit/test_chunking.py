@@ -1,0 +1,346 @@
+"""Graphs whose large values are computed in chunks give the same results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dtrcompile.passes.chunking.regions import Refused, Region, bytes_of, region_of, regions_of
+from dtrcompile.passes.chunking.rewrite import chunked
+from dtrcompile.passes.chunking.rows import Rows
+from dtrcompile.passes.nodes import packet
+from dtrcompile.passes.torch_private import select_decomp_table
+
+ROWS, WIDTH, WORDS = 37, 8, 160
+
+Step = Callable[..., Tensor]
+
+
+def joint_of(step: Step, *inputs: Tensor) -> fx.GraphModule:
+    """Loss and gradients of a training step as one graph."""
+    wanted = tuple(i for i, x in enumerate(inputs) if x.is_floating_point())
+
+    def both(*given: Tensor) -> Any:
+        return torch.func.grad_and_value(step, argnums=wanted)(*given)
+
+    return traced(both, *inputs)
+
+
+def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    pure = torch.func.functionalize(function)
+    return make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+
+
+def largest_bytes(gm: fx.GraphModule) -> int:
+    return max(bytes_of(n) for n in gm.graph.nodes if n.op == "call_function")
+
+
+def in_chunks(gm: fx.GraphModule, regions: list[Region], n_chunks: int) -> fx.GraphModule:
+    found = chunked(gm, [(region, min(n_chunks, region.n_rows)) for region in regions])
+    assert found is not None
+    return found
+
+
+def assert_same(
+    gm: fx.GraphModule, other: fx.GraphModule, inputs: tuple[Tensor, ...], tolerance: float = 1e-11
+) -> None:
+    expected = torch.utils._pytree.tree_leaves(fx.Interpreter(gm).run(*inputs))
+    found = torch.utils._pytree.tree_leaves(fx.Interpreter(other).run(*inputs))
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def text(rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, the weights of a head, and labels, some of which are not to be counted."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, WIDTH, dtype=torch.float64)
+    head = torch.randn(WORDS, WIDTH, dtype=torch.float64)
+    labels = torch.randint(WORDS, (rows,))
+    labels[3] = -100
+    return x, head, labels
+
+
+def plain(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(x @ head.T, labels)
+
+
+def smoothed(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(x @ head.T, labels, label_smoothing=0.1)
+
+
+def summed(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(x @ head.T, labels, reduction="sum")
+
+
+def with_z_loss(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    scores = x @ head.T
+    return F.cross_entropy(scores, labels) + 1e-4 * scores.logsumexp(-1).square().mean()
+
+
+def capped(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(30 * torch.tanh((x @ head.T) / 30), labels)
+
+
+def with_three_dimensions(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    scores = F.linear(x.view(1, ROWS, WIDTH), head)
+    return F.cross_entropy(scores.flatten(0, 1), labels)
+
+
+def tied(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    words = F.embedding(labels.clamp(min=0), head)
+    return F.cross_entropy(torch.tanh(x + words) @ head.T, labels)
+
+
+@pytest.mark.parametrize("n_chunks", [2, 4, 37, 50])
+@pytest.mark.parametrize(
+    "step", [plain, smoothed, summed, with_z_loss, capped, with_three_dimensions, tied]
+)
+def test_scores_and_their_loss_in_chunks(step: Step, n_chunks: int) -> None:
+    inputs = text()
+    gm = joint_of(step, *inputs)
+    regions = regions_of(gm, ROWS * WORDS * 8)
+    assert len(regions) == 1 and regions[0].n_rows == ROWS
+    other = in_chunks(gm, regions, n_chunks)
+    assert_same(gm, other, inputs)
+    # What is left whole is not the scores: the head's gradient is the largest.
+    rows = -(-ROWS // min(n_chunks, ROWS))
+    assert largest_bytes(other) <= max(rows * WORDS, WORDS * WIDTH) * 8
+
+
+def test_the_operators_of_one_chunk_are_together() -> None:
+    """The scores of one chunk are not needed any more when those of the next are made."""
+    gm = joint_of(plain, *text())
+    other = in_chunks(gm, regions_of(gm, ROWS * WORDS * 8), 4)
+    place = {node: i for i, node in enumerate(other.graph.nodes)}
+    scores = [n for n in place if n.name.startswith("mm") and n.meta["val"].shape[-1] == WORDS]
+    assert len(scores) == 4
+
+    def last_use(node: fx.Node, seen: set[fx.Node]) -> int:
+        users = [u for u in node.users if u.meta["val"].shape == node.meta["val"].shape]
+        return max([place[node], *(last_use(u, seen) for u in users)])
+
+    ends = [last_use(node, set()) for node in scores]
+    assert all(end < place[following] for end, following in zip(ends, scores[1:], strict=False))
+
+
+def test_sums_over_chunks_in_low_precision_are_rounded_once() -> None:
+    x, head, labels = text(512)
+    inputs = x.bfloat16(), head.bfloat16(), labels
+    gm = joint_of(plain, *inputs)
+    other = in_chunks(gm, regions_of(gm, 512 * WORDS * 2), 64)
+    (_, exact), _ = fx.Interpreter(joint_of(plain, x, head, labels)).run(x, head, labels)
+
+    def error(graph: fx.GraphModule) -> float:
+        (_, found), _ = fx.Interpreter(graph).run(*inputs)
+        return ((found.double() - exact).norm() / exact.norm()).item()
+
+    assert error(other) < 1.2 * error(gm)
+
+
+def hidden(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    h = F.gelu(F.linear(x, up))
+    return (x + F.linear(h, down)).square().mean()
+
+
+def gated(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    h = F.silu(F.linear(x, up)) * F.linear(x, up.flip(0))
+    return (x + F.linear(h, down)).square().mean()
+
+
+@pytest.mark.parametrize("step", [hidden, gated])
+def test_the_hidden_layer_of_an_mlp_in_chunks(step: Step) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 10, WIDTH, dtype=torch.float64)
+    up = torch.randn(32 * WIDTH, WIDTH, dtype=torch.float64)
+    down = torch.randn(WIDTH, 32 * WIDTH, dtype=torch.float64)
+    gm = joint_of(step, x, up, down)
+    regions = regions_of(gm, 30 * 32 * WIDTH * 8)
+    assert [region.n_rows for region in regions] == [30]
+    assert_same(gm, in_chunks(gm, regions, 5), (x, up, down))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    return (weights @ v).square().sum()
+
+
+def test_scores_of_attention_in_chunks() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 50, 4, dtype=torch.float64) for _ in range(3))
+    gm = joint_of(attention, q, k, v)
+    regions = regions_of(gm, 2 * 3 * 50 * 50 * 8)
+    assert [region.n_rows for region in regions] == [6]
+    assert_same(gm, in_chunks(gm, regions, 3), (q, k, v))
+
+
+def test_values_of_several_layers_in_chunks() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(20, WIDTH, dtype=torch.float64)
+    up = torch.randn(16 * WIDTH, WIDTH, dtype=torch.float64)
+    down = torch.randn(WIDTH, 16 * WIDTH, dtype=torch.float64)
+
+    def layers(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        for _ in range(3):
+            x = F.layer_norm(x, (WIDTH,)) @ x.T @ x  # every row depends on every other one
+            x = x + F.linear(F.gelu(F.linear(x, up)), down)
+        return x.square().mean()
+
+    gm = joint_of(layers, x, up, down)
+    regions = regions_of(gm, 20 * 16 * WIDTH * 8)
+    assert len(regions) == 3
+    assert_same(gm, in_chunks(gm, regions, 4), (x, up, down), 1e-9)
+
+
+def refusal(step: Step, *inputs: Tensor) -> Refused:
+    gm = joint_of(step, *inputs)
+    seed = max((n for n in gm.graph.nodes if n.op == "call_function"), key=bytes_of)
+    found = region_of(seed)
+    assert isinstance(found, Refused)
+    return found
+
+
+def test_scores_that_are_returned_stay_whole() -> None:
+    def step(x: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scores = x @ head.T
+        return F.cross_entropy(scores, labels), scores
+
+    x, head, labels = text()
+
+    def both(x: Tensor, head: Tensor, labels: Tensor) -> Any:
+        return torch.func.grad_and_value(step, argnums=(0, 1), has_aux=True)(x, head, labels)
+
+    gm = traced(both, x, head, labels)
+    scores = next(n for n in gm.graph.nodes if packet(n) is torch.ops.aten.mm)
+    found = region_of(scores)
+    assert isinstance(found, Refused)
+    assert str(found) == f"output reads all of {scores.name} at once"
+
+
+def test_statistics_of_a_batch_are_never_of_a_chunk() -> None:
+    """Features have rows of their own, each with all of the batch; samples have none."""
+
+    def step(x: Tensor, head: Tensor) -> Tensor:
+        return F.batch_norm(x @ head.T, None, None, training=True).relu().square().sum()
+
+    x, head, _ = text()
+    gm = joint_of(step, x, head)
+    regions = regions_of(gm, ROWS * WORDS * 8)
+    assert [region.n_rows for region in regions] == [WORDS]
+    assert_same(gm, in_chunks(gm, regions, 4), (x, head))
+
+
+def test_random_numbers_are_drawn_whole() -> None:
+    def step(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.dropout(x @ head.T, 0.5), labels)
+
+    gm = joint_of(step, *text())
+    for region in regions_of(gm, ROWS * WORDS * 4):
+        for node in region.nodes:
+            assert torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def test_an_operator_without_a_rule_stays_whole() -> None:
+    def step(x: Tensor, head: Tensor) -> Tensor:
+        return (x @ head.T).cumsum(1).square().mean()
+
+    x, head, _ = text()
+    assert "cumsum" in str(refusal(step, x, head))
+
+
+def test_regions_that_wait_for_each_other_are_refused() -> None:
+    """Each of two regions would have to be whole before the other one begins."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.randn(8, 8)
+    nodes = [x]
+    for source in (x, x):
+        nodes.append(graph.call_function(torch.ops.aten.sin.default, (source,)))
+    a, b = nodes[1:]
+    a2 = graph.call_function(torch.ops.aten.mm.default, (x, b))
+    b2 = graph.call_function(torch.ops.aten.mm.default, (x, a))
+    graph.output((a2, b2))
+    for node in (a, b, a2, b2):
+        node.meta["val"] = torch.randn(8, 8)
+    first = Region(a, 8, {a: Rows(0), a2: Rows(0)}, {})
+    second = Region(b, 8, {b: Rows(0), b2: Rows(0)}, {})
+    assert chunked(fx.GraphModule({}, graph), [(first, 2), (second, 2)]) is None
+
+
+def test_a_write_in_between_keeps_its_place() -> None:
+    """What is read before a tensor is written into must not be read afterwards."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    first = graph.call_function(torch.ops.aten.sin.default, (x,))
+    written = graph.call_function(torch.ops.aten.copy_.default, (x, y))
+    product = graph.call_function(torch.ops.aten.mm.default, (y, y))
+    second = graph.call_function(torch.ops.aten.mul.Tensor, (first, product))
+    graph.output((second, written))
+    for node in (x, y, first, written, product, second):
+        node.meta["val"] = torch.randn(8, 8)
+    region = Region(first, 8, {first: Rows(0), second: Rows(0)}, {})
+    assert chunked(fx.GraphModule({}, graph), [(region, 2)]) is None
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def _moved(x: Tensor) -> Tensor:
+    return x.transpose(0, -1).contiguous().sin().transpose(0, -1)
+
+
+def _reshaped(x: Tensor) -> Tensor:
+    return x.reshape(-1, 2, x.shape[-1] // 2).softmax(1).reshape(x.shape)
+
+
+def _selected(x: Tensor) -> Tensor:
+    return x * x[..., 3:4] + x.select(-1, 0).unsqueeze(-1)
+
+
+def _gathered(x: Tensor) -> Tensor:
+    return x.gather(-1, x.argsort(-1)[..., :2]).sum(-1, keepdim=True) * x
+
+
+def _reduced(x: Tensor) -> Tensor:
+    return x - x.amax(-1, keepdim=True) + x.mean(-1, keepdim=True) + x.sum(0)
+
+
+_OPERATORS = (torch.tanh, F.gelu, _normalized, _moved, _reshaped, _selected, _gathered, _reduced)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    operators=st.lists(st.sampled_from(_OPERATORS), min_size=1, max_size=4),
+    shape=st.sampled_from([(12,), (3, 4), (2, 1, 6), (1, 5)]),
+    n_chunks=st.integers(2, 7),
+)
+def test_random_steps(
+    operators: list[Callable[[Tensor], Tensor]], shape: tuple[int, ...], n_chunks: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(*shape, 4, dtype=torch.float64)
+    up = torch.randn(64, 4, dtype=torch.float64)
+
+    def step(x: Tensor, up: Tensor) -> Tensor:
+        h = F.linear(x, up)
+        for operator in operators:
+            h = operator(h)
+        return h.square().mean()
+
+    gm = joint_of(step, x, up)
+    regions = regions_of(gm, math.prod(shape) * 64 * 2)
+    if regions:
+        assert_same(gm, in_chunks(gm, regions, n_chunks), (x, up), 1e-9)
