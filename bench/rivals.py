@@ -40,7 +40,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ from bench.measure import (
     write_json_line,
 )
 from bench.pictures import save
+from bench.plain_models import PLAIN
 from bench.rivals_rows import HEADER, Row, draw_all, read_rows, summarize, table
 from bench.zoo import SCALES, ZOO, ZooModel
 from dtrcompile.backend import dtr
@@ -69,11 +70,15 @@ from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, format_
 from dtrcompile.passes.torch_private import compile_fx, fresh_cache, functorch_config
 from workloads.training import relative_error
 
+# What can be trained; by default it is the zoo.
+MODELS = {**ZOO, **PLAIN}
 METHODS = ("eager", "compile", "memory_budget", "blocks", "selective", "dtr")
 SHARES = tuple(f"{tenth / 10}" for tenth in range(9, -1, -1))
 BUDGETS = ("90%", "80%", "70%", "60%", "50%", "40%", "30%", "20%", "min")
-# The blocks' measured peak as dtr's budget: the two at the same peak.
-AS_BLOCKS = "as blocks"
+# The measured peak of another method as dtr's budget, such as "as blocks" or "as selective": the
+# two at the same peak.
+AS = "as "
+AS_BLOCKS = f"{AS}blocks"
 # A model of few kernels: on a CPU most of the time is a C++ compiler's.
 QUICK_MODELS, QUICK_METHODS = ("mixture",), ("compile", "blocks", "dtr")
 QUICK_SHARES, QUICK_BUDGETS = ("0.5",), (AS_BLOCKS,)
@@ -83,6 +88,7 @@ MOST_SAMPLES = {"quick": 4, "cpu": 1 << 10, "cuda": 1 << 16}
 SEED = 1234
 # The first compiles; a step of several graphs compiles again in the second, or the third.
 _WARM_UPS = 3
+_MEASURED_STEPS = 3  # of which the most counts
 _PREFIX = "row "
 
 _SAVED = (
@@ -206,25 +212,55 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-def measure_peak(trainee: Trainee) -> tuple[int, int | None]:
-    """Bytes of one step: peak, and on CUDA the most that the allocator reserved."""
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes of a few steps, as the columns of the same names of a `Row`."""
+
+    peak_bytes: int
+    reserved_bytes: int | None = None
+    requested_bytes: int | None = None
+    beside_bytes: int | None = None
+
+
+def measure_peak(trainee: Trainee) -> Peak:
+    """The most that any of a few steps holds."""
     device = trainee.device
     trainee.module.zero_grad(set_to_none=True)
     before_bytes = static_bytes(trainee.module, *trainee.inputs)
     if device.type != "cuda":
-        return trace_step(lambda: trainee.step(SEED), before_bytes, device).peak_bytes, None
+        return Peak(trace_step(lambda: trainee.step(SEED), before_bytes, device).peak_bytes)
     gc.collect()
-    torch.cuda.empty_cache()
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
     # What else is live, such as constants of compiled graphs, is not the step's.
-    others_bytes = torch.cuda.memory_allocated(device) - before_bytes
-    for _ in range(2):  # the second finds the fragments of the first
+    beside_bytes = torch.cuda.memory_allocated(device) - before_bytes
+    # First among the blocks that earlier steps left, some larger than what is asked for; then from
+    # an empty cache, where the later steps find the fragments of the first.
+    peaks = [_peak_of_steps(trainee)]
+    torch.cuda.empty_cache()
+    peaks.append(_peak_of_steps(trainee))
+    return Peak(
+        max(peak for peak, _ in peaks) - beside_bytes,
+        torch.cuda.max_memory_reserved(device) - beside_bytes,
+        max(requested for _, requested in peaks),
+        beside_bytes,
+    )
+
+
+def _peak_of_steps(trainee: Trainee) -> tuple[int, int]:
+    """The most bytes that the allocator handed out, and the most that it was asked for.
+
+    The peak is read after each step, because a step of dtr may begin it anew.
+    """
+    device = trainee.device
+    torch.cuda.reset_peak_memory_stats(device)
+    peak_bytes = requested_bytes = 0
+    for _ in range(_MEASURED_STEPS):
         trainee.step(SEED)
+        stats = torch.cuda.memory_stats(device)
+        peak_bytes = max(peak_bytes, torch.cuda.max_memory_allocated(device))
+        requested_bytes = max(requested_bytes, stats.get("requested_bytes.all.peak", 0))
         trainee.module.zero_grad(set_to_none=True)
-    torch.cuda.synchronize(device)
-    peak_bytes = torch.cuda.max_memory_allocated(device) - others_bytes
-    return peak_bytes, torch.cuda.max_memory_reserved(device) - others_bytes
+    return peak_bytes, requested_bytes
 
 
 def double_gradients(
@@ -290,9 +326,8 @@ class _Bench:
         self.module, self.inputs = self.model.build(self.arguments.scale, device=self.device)
         self.trained: dict[tuple[str, str, str], Trainee] = {}
         self.rows: list[Row] = []
-        self.blocks_bytes: int | None = None
         self.reference: Mapping[str, Tensor | None] | None = None
-        if not self.model.dropout:
+        if self.arguments.reference == "float64" and not self.model.dropout:
             try:
                 self.reference = double_gradients(self.model, self.module, self.inputs)
             except Exception as error:
@@ -345,10 +380,8 @@ class _Bench:
 
     def fill(self, row: Row) -> None:
         setting: str | int = row.setting
-        if setting == AS_BLOCKS:
-            if self.blocks_bytes is None:
-                raise ValueError("the blocks' peak was not measured")
-            setting = self.blocks_bytes
+        if row.setting.startswith(AS):
+            setting = self.peak_of(row.setting.removeprefix(AS))
         module, call = compiled_by(row.method, setting, self.model, self.module)
         trainee = Trainee(module, self.inputs, under(row.dtype, self.device, call))
         start = time.perf_counter()
@@ -362,15 +395,22 @@ class _Bench:
         trainee.step(SEED)
         self.compare(row, trainee)
         row.static_bytes = static_bytes(trainee.module, *trainee.inputs)
-        row.peak_bytes, row.reserved_bytes = measure_peak(trainee)
-        if row.method == "blocks":
-            self.blocks_bytes = row.peak_bytes
+        for name, value in asdict(measure_peak(trainee)).items():
+            setattr(row, name, value)
         trainee.restore()
         self.trained[row.key] = trainee
 
+    def peak_of(self, rival: str) -> int:
+        """What a method, such as ``"memory_budget 0.5"``, was measured to hold."""
+        for row in self.rows:
+            if f"{row.method} {row.setting}".rstrip() == rival and row.peak_bytes is not None:
+                return row.peak_bytes
+        raise ValueError(f"the peak of {rival} was not measured")
+
     def compare(self, row: Row, trainee: Trainee) -> None:
         """The gradient's error; eager draws its dropout from other random numbers."""
-        if self.model.dropout and row.method == "eager":
+        has_none = self.arguments.reference == "none"
+        if has_none or (self.model.dropout and row.method == "eager"):
             return
         found = gradients(trainee.module)
         if self.model.dropout and row.method == "compile":
@@ -440,7 +480,7 @@ def fits(
             trainee = Trainee(built, inputs, under(arguments.dtype, device, call))
             for _ in range(_WARM_UPS):
                 trainee.step(SEED)
-            return measure_peak(trainee)[0] <= budget_bytes
+            return measure_peak(trainee).peak_bytes <= budget_bytes
         except Exception as error:
             cause = cause_of(error)
             if isinstance(cause, InfeasibleBudgetError) or is_out_of_memory(cause):
@@ -482,7 +522,7 @@ def largest_batches(model: ZooModel, arguments: argparse.Namespace) -> list[dict
             try:
                 row["batch"] = largest(
                     functools.partial(_fits_and_says, model, method, size_bytes, arguments),
-                    most=MOST_SAMPLES[arguments.scale],
+                    most=MOST_SAMPLES.get(arguments.scale, 1 << 16),
                 )
             except Exception as error:
                 cause = cause_of(error)
@@ -518,7 +558,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     listed("--largest-batch", "sizes (16GB,24GB): find the largest batch that trains with Adam")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bf16-autocast"), default="float32")
-    parser.add_argument("--scale", choices=SCALES, help="default: quick, or that of the device")
+    parser.add_argument(
+        "--scale",
+        help=f"{', '.join(SCALES)}, or another of the models; default: quick, or the device's",
+    )
+    parser.add_argument(
+        "--reference",
+        choices=("float64", "none"),
+        default="float64",
+        help="what the gradients are compared with",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="steps of each to time")
     parser.add_argument("--cold", action="store_true", help="each compiles with an empty cache")
     parser.add_argument("--quick", action="store_true", help="tiny models, few settings")
@@ -541,10 +590,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.scale is None:
         on_device = "cuda" if torch.device(arguments.device).type == "cuda" else "cpu"
         arguments.scale = "quick" if quick else on_device
-    for given, allowed in ((arguments.models, ZOO), (arguments.methods, METHODS)):
+    for given, allowed in ((arguments.models, MODELS), (arguments.methods, METHODS)):
         for name in given:
             if name not in allowed:
                 parser.error(f"unknown name {name!r}; allowed: {', '.join(allowed)}")
+    for name in arguments.models:
+        if arguments.scale not in MODELS[name].sizes:
+            scales = ", ".join(MODELS[name].sizes)
+            parser.error(f"{name} has no scale {arguments.scale!r}; allowed: {scales}")
     try:
         sizes = [Budget.parse(size, what="a size") for size in arguments.largest_batch]
     except OptionError as error:
@@ -563,10 +616,10 @@ def work(arguments: argparse.Namespace) -> None:
         print(_PREFIX + json.dumps(record), flush=True)
 
     if arguments.largest_batch:
-        for found in largest_batches(ZOO[name], arguments):
+        for found in largest_batches(MODELS[name], arguments):
             tell(found)
     else:
-        _Bench(ZOO[name], arguments).run(lambda row: tell(row.to_json()))
+        _Bench(MODELS[name], arguments).run(lambda row: tell(row.to_json()))
 
 
 def in_process(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -579,7 +632,7 @@ def in_process(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, A
     for flag in ("methods", "shares", "budgets", "largest_batch"):
         if given := getattr(arguments, flag):
             command += [f"--{flag.replace('_', '-')}", ",".join(given)]
-    for flag in ("device", "dtype", "scale", "rounds"):
+    for flag in ("device", "dtype", "scale", "rounds", "reference"):
         command += [f"--{flag}", str(getattr(arguments, flag))]
     command += ["--cold"] if arguments.cold else []
     environment = dict(os.environ)
@@ -622,10 +675,10 @@ def models_there(arguments: argparse.Namespace) -> list[str]:
     """The models that can be built here; says which cannot."""
     there = []
     for name in arguments.models:
-        if ZOO[name].is_there:
+        if MODELS[name].is_there:
             there.append(name)
         else:
-            print(f"{name}: skipped, {ZOO[name].needs} is not installed (dtrcompile[bench])")
+            print(f"{name}: skipped, {MODELS[name].needs} is not installed (dtrcompile[bench])")
     return there
 
 

@@ -47,6 +47,10 @@ class Row:
             above what was live when the step began.
         reserved_bytes: on CUDA, the most that the allocator held, fragments included, in the same
             count.
+        requested_bytes: on CUDA, the most that the allocator was asked for, before it rounds; what
+            is there beside the step is in it.
+        beside_bytes: on CUDA, what was live beside the step and is not in its peak: cuBLAS's
+            workspaces, constants of compiled graphs.
         budget_bytes, promised_bytes, baseline_bytes, overhead, recomputed_runs, graphs: of dtr's
             reports; of several graphs, the highest peak, and the sum of the runs.
         minimum_bytes: what a refusal named.
@@ -67,6 +71,8 @@ class Row:
     process: str = ""
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
+    requested_bytes: int | None = None
+    beside_bytes: int | None = None
     static_bytes: int | None = None
     budget_bytes: int | None = None
     promised_bytes: int | None = None

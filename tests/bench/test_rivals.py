@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +161,25 @@ def test_checkpointed_blocks_compute_the_same_with_the_same_parameters(name: str
         assert relative_error(rivals.gradients(wrapped), expected) < 1e-5
 
 
+def test_the_budget_is_the_measured_peak_of_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    def compiled_by(_method: str, setting: object, _model: object, module: torch.nn.Module) -> Any:
+        given.append(setting)
+        return module, module
+
+    monkeypatch.setattr(rivals, "compiled_by", compiled_by)
+    argv = ["--quick", "--methods", "selective,memory_budget,dtr", "--shares", "0.5"]
+    budgets = ["--budgets", "as selective,as memory_budget 0.5,as blocks"]
+    arguments = rivals.parse([*argv, *budgets, "--rounds", "0", "--reference", "none"])
+    rows: list[Row] = []
+    rivals._Bench(ZOO["siamese"], arguments).run(rows.append)
+    assert given == ["", "0.5", rows[0].peak_bytes, rows[1].peak_bytes]
+    assert [row.status for row in rows] == ["ok"] * 4 + ["failed"]
+    assert rows[-1].reason == "ValueError: the peak of blocks was not measured"
+    assert all(row.gradient_error is None for row in rows)
+
+
 def test_a_row_is_measured_against_float64() -> None:
     rows: list[Row] = []
     arguments = rivals.parse(["--quick", "--methods", "eager", "--rounds", "1"])
@@ -215,7 +235,12 @@ def test_a_batch_fits_or_does_not() -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--models", "gpt5"], ["--methods", "magic"], ["--largest-batch", "40%"]],
+    [
+        ["--models", "gpt5"],
+        ["--methods", "magic"],
+        ["--largest-batch", "40%"],
+        ["--models", "mixture,siamese", "--scale", "few-gb"],
+    ],
 )
 def test_a_wrong_name_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
