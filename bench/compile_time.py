@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ import torch
 import dtrcompile
 from bench.compile_phases import PHASES, CompileEvents
 from bench.measure import format_table, machine, say, write_json_line
+from bench.rivals import MODELS, under
 from bench.zoo import SCALES, ZOO
+from dtrcompile.backend import dtr
 from dtrcompile.passes.errors import InfeasibleBudgetError, wrapped_error
 
 PLAIN = "plain"
@@ -40,22 +43,36 @@ BUDGETS = ("50%", "min")
 QUICK_MODELS, QUICK_BUDGETS = ("mixture",), ("min",)
 
 
-def first_step(name: str, scale: str, budget: str, trace: Path | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a process trains: on CUDA in bfloat16 autocast, else in float32."""
+
+    name: str
+    scale: str
+    budget: str
+    device: str = "cpu"
+
+
+def first_step(case: Case, trace: Path | None = None) -> dict[str, Any]:
     """Train one step in this process, and say how long it took.
 
     Args:
         trace: a file for the flame chart.
     """
     events = CompileEvents.recorded()
-    module, inputs = ZOO[name].build(scale)
+    device = torch.device(case.device)
+    module, inputs = MODELS[case.name].build(case.scale, device=device)
     keywords: dict[str, Any] = {}
-    if budget != PLAIN:
-        keywords = {"backend": "dtr", "options": {"budget": budget}}
-    compiled = torch.compile(module, **keywords)
+    if case.budget != PLAIN:
+        keywords = {"backend": dtr, "options": {"budget": case.budget}}
+    dtype = "bf16-autocast" if device.type == "cuda" else "float32"
+    compiled = under(dtype, device, torch.compile(module, **keywords))
     found: dict[str, Any] = {"refused_bytes": None, "planning_s": 0.0, "lowering_s": 0.0}
     start = time.perf_counter()
     try:
         compiled(*inputs).backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     except Exception as error:
         refusal = wrapped_error(error)
         if not isinstance(refusal, InfeasibleBudgetError):
@@ -74,17 +91,15 @@ def first_step(name: str, scale: str, budget: str, trace: Path | None = None) ->
     return found
 
 
-def in_a_process(
-    name: str, scale: str, budget: str, cache: Path, trace: Path | None
-) -> dict[str, Any]:
+def in_a_process(case: Case, cache: Path, trace: Path | None = None) -> dict[str, Any]:
     """`first_step` in a process of its own, with its caches in a folder."""
-    command = [sys.executable, "-m", "bench.compile_time", "--worker", name, scale, budget]
+    command = [sys.executable, "-m", "bench.compile_time", "--worker", *astuple(case)]
     if trace is not None:
         command.append(str(trace))
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{name} at {budget} failed:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{case.name} at {case.budget} failed:\n{done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -99,7 +114,7 @@ def measure(
             for process in (1, 2):
                 file_name = f"{name}-{budget.rstrip('%')}-{process}.json"
                 trace = None if traces is None else traces.resolve() / file_name
-                found = in_a_process(name, scale, budget, Path(cache), trace)
+                found = in_a_process(Case(name, scale, budget), Path(cache), trace)
                 say(f"{name} {budget}, process {process}: {found['first_step_s']:.1f} s")
                 rows.append({"model": name, "budget": budget, "process": process, **found})
     return rows
@@ -119,8 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
-        name, scale, budget, *trace = args.worker
-        print(json.dumps(first_step(name, scale, budget, Path(trace[0]) if trace else None)))
+        *case, trace = args.worker if len(args.worker) > len(fields(Case)) else [*args.worker, None]
+        print(json.dumps(first_step(Case(*case), Path(trace) if trace else None)))
         return 0
     if args.traces is not None:
         args.traces.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,8 @@ beside the roofline's, both divided by the matrix product's.  A ratio of ratios 
 perfect; what is off by a factor misleads the planner by that factor.
 
     python -m bench.cost_model [--device cuda] [--quick] [--out FILE]
+
+`bench.gpu` asks the same of more operators, with the shapes and dtypes of training on a GPU.
 """
 
 from __future__ import annotations
@@ -38,20 +40,21 @@ HEADER = ("kernel", "modelled us", "measured us", "modelled ratio", "measured ra
 _QUICK = ("matrix product", "copy", "dropout mask")
 
 
-def modelled_ns(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
+def modelled_ns(function: Callable[..., Tensor], *inputs: Tensor) -> int:
     """The roofline's price of the function as one operator."""
-    graph = make_fx(function, select_decomp_table(), tracing_mode="fake")(x).graph
+    graph = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs).graph
     nodes = [n for n in graph.nodes if n.op == "call_function"]
-    return RooflineCostModel(x.device).cost_ns(
-        nodes, graph.find_nodes(op="placeholder"), [nodes[-1]]
+    (result,) = graph.output_node().all_input_nodes
+    return RooflineCostModel(inputs[0].device).cost_ns(
+        nodes, graph.find_nodes(op="placeholder"), [result]
     )
 
 
-def measured_ns(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
+def measured_ns(function: Callable[..., Tensor], *inputs: Tensor) -> float:
     """The time of the compiled function on this machine."""
     compiled = torch.compile(function, dynamic=False)
     with torch.no_grad():
-        return time_ns(lambda: compiled(x))
+        return time_ns(lambda: compiled(*inputs))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
