@@ -1,6 +1,6 @@
 # `make demo` and `make test` prepare what they need (.ci/environment) and use the torch that is
 # there.  PYTHON names another Python, TORCH (such as 2.15.0) another release of torch, which gets an
-# environment of its own; TESTS and BENCH narrow down what runs; WORKERS=0 runs the tests in one
+# environment of its own; TESTS, BENCH and GPU narrow down what runs; WORKERS=0 runs the tests in one
 # process.
 PYTHON ?=
 TORCH ?=
@@ -8,12 +8,13 @@ TESTS ?= tests
 WORKERS ?= auto
 BENCH ?=
 DEMO ?=
+GPU ?=
 
 # What is compiled only to see that it is right: kernels without vector instructions, which take half
 # as long to compile and change no schedule, on one thread, kept where the next command finds them.
 LIGHT = OMP_NUM_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=0 TORCHINDUCTOR_CACHE_DIR="$(CURDIR)/.cache/inductor"
 
-.PHONY: help demo demo-quick test test-all lint format bench-quick build clean
+.PHONY: help demo demo-quick test test-all lint format bench-quick gpu build clean
 
 help:
 	@echo "make demo         train a small GPT without a budget, at 40 % and at the minimum"
@@ -23,6 +24,7 @@ help:
 	@echo "make format       let ruff format the code"
 	@echo "make bench-quick  every benchmark, small"
 	@echo "make demo-quick   the demo, small"
+	@echo "make gpu          what is promised for CUDA, on the GPU that is here"
 	@echo "make build        sdist and wheel into dist/"
 	@echo "make clean        remove what the others made, .venv included"
 	@echo "TORCH=2.15.0 after any of them: with that release of torch"
@@ -53,6 +55,10 @@ format:
 bench-quick:
 	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && $(LIGHT) TORCHINDUCTOR_COMPILE_THREADS=1 \
 		"$$python" -m bench $(BENCH)
+
+# With the Python that is there: a machine that is lent for an hour may have no network.
+gpu:
+	@"$(or $(PYTHON),python3)" -m bench.gpu $(GPU)
 
 build:
 	@python="$$(.ci/environment dev,demo "$(PYTHON)" "$(TORCH)")" && "$$python" -m build

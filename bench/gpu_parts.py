@@ -1,0 +1,265 @@
+"""The parts of `bench.gpu`: which processes each has, in the order of their worth.
+
+What trains a model is the process of `bench.rivals`; `bench.gpu_workers` has the others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.gpu_jobs import Job
+from bench.gpu_rows import ROOT
+from bench.plain_models import PLAIN
+
+ALL = "all"
+"""The row of a process that finds the names of its rows by itself: it comes when all are there."""
+
+BUDGETS = ("60%", "40%", "min", "100%")
+BF16, FLOAT32 = "bf16-autocast", "float32"
+# Of the promise, the one that tells the most first.
+_FIRST = "plain_gpt"
+_FURTHER = ("plain_llama", "mixture", "plain_vit", "plain_unet", "resnet50")
+# Of the comparison: the model, its scale, and whether its blocks are layers.
+_COMPARED = (
+    ("plain_llama", "2k"),
+    ("plain_gpt", "2k"),
+    ("plain_vit", "large"),
+    ("plain_unet", "large"),
+    ("plain_llama", "8k"),
+    ("plain_gpt", "8k"),
+)
+_RIVALS = ("blocks", "selective", "memory_budget 0.3")
+_MEMORIES = {"cuda": ("24GB", "40GB", "16GB", "80GB"), "cpu": ("8MB", "6MB")}
+_COMPILED = (_FIRST, "plain_llama", "mixture")
+_SEGMENTS = {True: "expandable_segments:True", False: "expandable_segments:False"}
+
+
+@dataclass(frozen=True)
+class Where:
+    """What is measured on.
+
+    Attributes:
+        device: "cuda", or "cpu" to try the script.
+        target: the name under which `dtrcompile.plan` knows the GPU; None if it does not.
+        models: those that are wanted; empty: all.
+        is_quick: everything is small, and nothing is run on a device.
+    """
+
+    device: str = "cuda"
+    target: str | None = None
+    models: tuple[str, ...] = ()
+    is_quick: bool = False
+
+    def scale(self, name: str) -> str:
+        """The scale that stands for a scale of a GPU."""
+        return name if self.device == "cuda" and not self.is_quick else "quick"
+
+    def wants(self, model: str) -> bool:
+        return not self.models or model in self.models
+
+
+def jobs_of(part: str, where: Where) -> list[Job]:
+    """The processes of a part."""
+    return list(_JOBS[part](where))
+
+
+def _settings(model: str, scale: str, dtype: str, **others: Any) -> dict[str, Any]:
+    sizes = asdict(PLAIN[model].sizes[scale])
+    return {"model": model, "scale": scale, "dtype": dtype, **others, "sizes": sizes}
+
+
+def _worker(what: str, **given: Any) -> list[str]:
+    """The command of a process that `bench.gpu_workers` describes."""
+    return [sys.executable, "-m", "bench.gpu", "--worker", what, json.dumps(given)]
+
+
+def _of_rivals(where: Where, model: str, scale: str, dtype: str, *more: str) -> list[str]:
+    command = [sys.executable, "-m", "bench.rivals", "--worker", "--models", model]
+    command += ["--scale", scale, "--dtype", dtype, "--device", where.device]
+    return [*command, *more]
+
+
+# --- the promise --------------------------------------------------------------------------------
+
+
+def _promise(where: Where) -> Iterator[Job]:
+    """One model at all budgets, one step of each other model, then the rest."""
+    if where.is_quick:
+        yield from _promised(where, _FIRST, BF16, True, ("80%",))
+        return
+    yield from _promised(where, _FIRST, BF16, True, BUDGETS)
+    for model in _FURTHER:
+        yield from _promised(where, model, BF16, True, BUDGETS[:1])
+    yield from _promised(where, _FIRST, BF16, False, BUDGETS)
+    yield from _promised(where, _FIRST, FLOAT32, True, BUDGETS)
+    for dtype, is_expandable in ((BF16, True), (FLOAT32, True), (BF16, False), (FLOAT32, False)):
+        for model in (_FIRST, *_FURTHER):
+            yield from _promised(where, model, dtype, is_expandable, BUDGETS)
+
+
+def _promised(
+    where: Where, model: str, dtype: str, is_expandable: bool, budgets: Sequence[str]
+) -> Iterator[Job]:
+    """A process that trains, and one that says beforehand what it will hold."""
+    if not where.wants(model):
+        return
+    scale = where.scale("few-gb")
+    settings = _settings(model, scale, dtype, allocator=_SEGMENTS[is_expandable])
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": _SEGMENTS[is_expandable]}
+    if not where.is_quick:
+        yield Job(
+            "promise",
+            settings,
+            ("compile", *(f"dtr {budget}" for budget in budgets)),
+            _training(where, settings, budgets),
+            environment,
+        )
+    if where.target is not None:
+        yield Job(
+            "promise",
+            settings,
+            tuple(f"forecast {budget}" for budget in budgets),
+            _telling(where.target, settings, budgets),
+            # As where there is none.
+            {**environment, "CUDA_VISIBLE_DEVICES": ""},
+            is_on_device=False,
+        )
+
+
+def _training(
+    where: Where, settings: Mapping[str, Any], budgets: Sequence[str]
+) -> Callable[[Collection[str]], list[str]]:
+    def command(measured: Collection[str]) -> list[str]:
+        left = [budget for budget in budgets if f"dtr {budget}" not in measured]
+        methods = "compile,dtr" if left else "compile"
+        return _of_rivals(
+            where,
+            *(settings[name] for name in ("model", "scale", "dtype")),
+            *("--methods", methods, "--budgets", ",".join(left), "--rounds", "3"),
+        )
+
+    return command
+
+
+def _telling(
+    target: str, settings: Mapping[str, Any], budgets: Sequence[str]
+) -> Callable[[Collection[str]], list[str]]:
+    def command(measured: Collection[str]) -> list[str]:
+        left = [budget for budget in budgets if f"forecast {budget}" not in measured]
+        of = {name: settings[name] for name in ("model", "scale", "dtype")}
+        return _worker("forecast", **of, budgets=left, target=target)
+
+    return command
+
+
+# --- the tests ----------------------------------------------------------------------------------
+
+
+def _tests(_where: Where) -> Iterator[Job]:
+    """A process for each file."""
+    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        file = path.relative_to(ROOT).as_posix()
+
+        def command(measured: Collection[str], file: str = file) -> list[str]:
+            return _worker("tests", file=file, measured=sorted(measured))
+
+        yield Job("tests", {"file": file}, (ALL,), command)
+
+
+# --- against the alternatives -------------------------------------------------------------------
+
+
+def _rivals(where: Where) -> Iterator[Job]:
+    """A process for each rival: that one, dtr at its peak, and plain torch.compile take turns."""
+    for model, named in _COMPARED:
+        for rival in _RIVALS:
+            if not where.wants(model):
+                continue
+            settings = _settings(model, where.scale(named), BF16, rival=rival)
+            names = ("compile", rival, f"dtr as {rival}")
+            yield Job(
+                "rivals",
+                settings,
+                names,
+                _against(where, settings, rival),
+                _EXPANDABLE,
+                is_timed=True,
+            )
+
+
+_EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": _SEGMENTS[True]}
+
+
+def _against(
+    where: Where, settings: Mapping[str, Any], rival: str
+) -> Callable[[Collection[str]], list[str]]:
+    method, _, share = rival.partition(" ")
+    command = _of_rivals(
+        where,
+        *(settings[name] for name in ("model", "scale", "dtype")),
+        *("--methods", f"compile,{method},dtr", "--budgets", f"as {rival}"),
+        *("--rounds", "9", "--reference", "none"),
+    )
+    # (Without a share there is no method that takes one.)
+    return lambda _measured: [*command, "--shares", share or "0"]
+
+
+# --- the largest batch --------------------------------------------------------------------------
+
+
+def _largest(where: Where) -> Iterator[Job]:
+    """A process for each method, which looks for the batches of all sizes."""
+    model, memories = _FIRST, _MEMORIES[where.device]
+    if not where.wants(model):
+        return
+    for method in ("dtr", "blocks", "compile"):
+        settings = _settings(model, where.scale("2k"), BF16, method=method)
+
+        def command(measured: Collection[str], settings: Mapping[str, Any] = settings) -> list[str]:
+            left = [size for size in memories if size not in measured]
+            of = {name: settings[name] for name in ("model", "scale", "dtype", "method")}
+            return _worker("largest", **of, memories=left, device=where.device)
+
+        yield Job("largest", settings, memories, command, _EXPANDABLE)
+
+
+# --- compile time -------------------------------------------------------------------------------
+
+
+def _compile(where: Where) -> Iterator[Job]:
+    """A process for each way to compile, which starts one with empty caches and one with these."""
+    for model in filter(where.wants, _COMPILED):
+        for budget in ("plain", "50%"):
+            settings = _settings(model, where.scale("few-gb"), BF16, budget=budget)
+
+            def command(
+                _measured: Collection[str], settings: Mapping[str, Any] = settings
+            ) -> list[str]:
+                of = {name: settings[name] for name in ("model", "scale", "budget")}
+                return _worker("compile", **of, device=where.device)
+
+            yield Job("compile", settings, ("cold", "warm"), command, _EXPANDABLE)
+
+
+# --- costs --------------------------------------------------------------------------------------
+
+
+def _costs(where: Where) -> Iterator[Job]:
+    def command(measured: Collection[str]) -> list[str]:
+        return _worker("costs", device=where.device, measured=sorted(measured))
+
+    yield Job("costs", {"operators": "alone"}, (ALL,), command)
+
+
+_JOBS: Mapping[str, Callable[[Where], Iterator[Job]]] = {
+    "promise": _promise,
+    "tests": _tests,
+    "rivals": _rivals,
+    "largest": _largest,
+    "compile": _compile,
+    "costs": _costs,
+}
