@@ -53,6 +53,8 @@ def standing_in(target: Target) -> Iterator[None]:
     interface = _interface(target, get_properties)
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (torch.cuda, "is_available", lambda: True),
+        # Else Dynamo asks a build for CUDA for the current stream, which no driver gives.
+        (torch.accelerator, "is_available", lambda: False),
         (
             torch.cuda,
             "is_bf16_supported",

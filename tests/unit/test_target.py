@@ -261,3 +261,11 @@ def test_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
     assert foreseen_bytes(H100, aten.mm.default, [matrix, matrix]) == 0
     assert foreseen_bytes(H100, aten.convolution.default, [matrix, matrix]) is None
+
+
+def test_nobody_is_asked_for_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for CUDA has none where there is no driver; Dynamo asks one that is available."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    with standing_in(H100):
+        assert torch.cuda.is_available()
+        assert not torch.accelerator.is_available()
