@@ -159,9 +159,15 @@ def _telling(
 # --- the tests ----------------------------------------------------------------------------------
 
 
+# What tells the most, of the tests.
+_TESTED_FIRST = ("test_semantics", "test_attention", "test_out_of_memory")
+
+
 def _tests(_where: Where) -> Iterator[Job]:
     """A process for each file."""
-    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+    paths = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    first = [path for name in _TESTED_FIRST for path in paths if path.stem == name]
+    for path in dict.fromkeys([*first, *paths]):
         file = path.relative_to(ROOT).as_posix()
 
         def command(measured: Collection[str], file: str = file) -> list[str]:
