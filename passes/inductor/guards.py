@@ -39,4 +39,7 @@ def noting_guards(shape_env: Any | None) -> Iterator[list[sympy.Basic]]:
         shape_env.var_to_range.clear()
         shape_env.var_to_range.update(ranges)
         shape_env.frozen = was_frozen
+        # Newer releases than 2.11: sizes remember for each count what they are replaced by.
+        if hasattr(shape_env, "_replacements_version_counter"):
+            shape_env._replacements_version_counter += 1
         shape_env._update_version_counter()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import dtrcompile
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
+from dtrcompile.passes.inductor.guards import noting_guards
 from dtrcompile.passes.inductor.step import strides_like
 from workloads import changing_sizes
 from workloads.training import compile_dtr, executor_checked, relative_error
@@ -271,3 +272,30 @@ def test_strides_of_symbols_follow_those_of_numbers() -> None:
         str(s) for s in (3 * height * width, height * width, width, 1)
     ]
     assert gaps == [200, 1, 21, 3]
+
+
+def test_what_is_taken_for_granted_of_sizes_is_forgotten_again() -> None:
+    """Dynamo reads the sizes of inputs once more, for its own guards."""
+    seen: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _inputs: object) -> Any:
+        (x,) = [
+            v
+            for n in gm.graph.find_nodes(op="placeholder")
+            if isinstance(v := n.meta["example_value"], torch.Tensor)
+        ]
+        with noting_guards(x.fake_mode.shape_env) as guards:
+            assert x.shape[0] == 6  # a guard
+            seen.append(str(x.shape[0]))
+        seen.extend(str(guard.args[1]) for guard in guards)
+        seen.append(str(x.shape[0]))
+        return gm.forward
+
+    x = torch.randn(6, 3)
+    torch._dynamo.mark_dynamic(x, 0)
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    assert compiled(x).shape == (6, 3)
+    assert compiled(torch.randn(7, 3)).shape == (7, 3)  # by the same code
+    inside, noted, outside = seen
+    assert (inside, noted) == ("6", "6")
+    assert outside.startswith("s")
