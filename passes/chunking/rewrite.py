@@ -27,13 +27,20 @@ def chunked(gm: fx.GraphModule, regions: Sequence[tuple[Region, int]]) -> fx.Gra
         regions: of ``gm``, which have no operator in common, each with its number of chunks.
 
     Returns:
-        None if the regions would have to wait for each other, or for what has to stay in its place:
-        writing into a tensor, and drawing random numbers.
+        None if the regions would have to wait for each other, or for what has to stay in its place
+        (writing into a tensor, and drawing random numbers), or if a value would get other strides.
     """
     blocks = _in_order(gm.graph, regions)
     if blocks is None or not _keeps_effects(gm.graph, blocks):
         return None
-    return _Writer(gm, regions).written(blocks)
+    try:
+        return _Writer(gm, regions).written(blocks)
+    except _OtherLayout:
+        return None
+
+
+class _OtherLayout(Exception):
+    """A value that is joined again would lie in memory in another way than before."""
 
 
 # An operator outside, or what of a region can be computed chunk by chunk, one after the other.
@@ -184,22 +191,26 @@ class _Writer:
         return self.call(node, torch.ops.prims.convert_element_type.default, total, dtype)
 
     def joined(self, node: fx.Node, rows: Rows) -> fx.Node:
-        """The whole value of what was computed in chunks, in the layout that it had."""
+        """The whole value of what was computed in chunks.
+
+        Raises:
+            _OtherLayout: if it cannot have the strides that it had.
+        """
         val = _tensor(node)
         order = sorted(range(val.dim()), key=lambda d: (-val.stride(d), d))
-        places = [order.index(d) for d in range(rows.start, rows.stop)]
         parts = self.chunks[node]
-        if rows.count > 1 or order == sorted(order) or places != sorted(places):
-            order = list(range(val.dim()))
-        is_moved = order != sorted(order)
-        if is_moved:
-            parts = [self.call(node, aten.permute.default, part, order) for part in parts]
-        whole = self.call(node, aten.cat.default, parts, order.index(rows.start))
-        if is_moved:
-            back = [order.index(d) for d in range(val.dim())]
-            return self.call(node, aten.permute.default, whole, back)
+        # As it lies in memory, where the rows are one dimension after the other.
+        merged = list(dict.fromkeys(map(rows.dimension, order)))
+        if merged != sorted(merged):
+            parts = [self.call(node, aten.permute.default, part, merged) for part in parts]
+        whole = self.call(node, aten.cat.default, parts, merged.index(rows.start))
         if rows.count > 1:
-            whole = self.call(node, aten.view.default, whole, list(val.shape))
+            whole = self.call(node, aten.view.default, whole, [val.shape[d] for d in order])
+        if order != sorted(order):
+            back = [order.index(d) for d in range(val.dim())]
+            whole = self.call(node, aten.permute.default, whole, back)
+        if _layout(_tensor(whole)) != _layout(val):
+            raise _OtherLayout
         return whole
 
     def call(self, like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -276,6 +287,12 @@ def _tensor(node: fx.Node) -> torch.Tensor:
     val = value(node)
     assert isinstance(val, torch.Tensor)
     return val
+
+
+def _layout(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides; a dimension of one element may have any stride."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return [(size, stride if size > 1 else 1) for size, stride in sizes]
 
 
 def _fake_mode(node: fx.Node) -> Any:

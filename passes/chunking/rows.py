@@ -479,7 +479,9 @@ _RULES: dict[object, Rule] = {
     **dict.fromkeys((aten.full, aten.zeros, aten.ones), _Create()),
     aten.sum: _Reduce(is_sum=True),
     **dict.fromkeys((aten.mean, aten.amax, aten.amin, aten.var_mean, aten.logsumexp), _Reduce()),
+    **dict.fromkeys((aten.any, aten.all, aten.prod, aten.argmax, aten.argmin), _Reduce()),
     **dict.fromkeys((aten.gather, aten.scatter, aten.slice), _Dimension(1)),
+    **dict.fromkeys((aten.cat, aten.cumsum, aten.flip), _Dimension(1)),
     aten.select: _Select(1),
     aten.mm: _Product(),
     aten.addmm: _Product(is_added=True),
@@ -496,7 +498,7 @@ def rule_of(node: fx.Node) -> Rule | None:
         return _Item()
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return None
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
+    if torch.Tag.nondeterministic_seeded in node.target.tags or "dim" in node.kwargs:
         return None
     found = _RULES.get(packet(node))
     if found is None and _is_pointwise(node):
