@@ -75,21 +75,21 @@ class ChunkedSteps:
             target_bytes = agreed.budget_bytes - agreed.others.outside_bytes
         start = time.perf_counter()
         step = self._best(plain, found, target_bytes, agreed)
-        if step is None:
-            return found
-        try:
-            outcome = step.fitter.fit(lambda _: agreed)
-        except InfeasibleBudgetError as refusal:
-            if isinstance(found, InfeasibleBudgetError) and _minimum(refusal) < _minimum(found):
-                return refusal
-            return found
-        outcome = replace(
-            outcome,
-            baseline_measured=_apart(baseline, plain.captured),
-            chunks=step.texts,
-            planning_s=time.perf_counter() - start - outcome.lowering_s,
-        )
-        return outcome if _is_better(outcome, found) else found
+        outcome = None if step is None else _fitted(step, agreed)
+        elapsed_s = time.perf_counter() - start
+        if isinstance(outcome, Outcome):
+            planning_s, lowering_s = plain.spent_s
+            outcome = replace(
+                outcome,
+                baseline_measured=_apart(baseline, plain.captured),
+                planning_s=planning_s + elapsed_s - outcome.lowering_s,
+                lowering_s=lowering_s + outcome.lowering_s,
+            )
+        if outcome is not None and _is_better(outcome, found):
+            return outcome
+        if isinstance(found, Outcome):
+            return replace(found, planning_s=found.planning_s + elapsed_s)
+        return found
 
     def _best(
         self,
@@ -166,12 +166,23 @@ def _is_worth_a_try(found: Outcome | InfeasibleBudgetError) -> bool:
     return found.budget_bytes is None or found.stats.overhead > WORTHWHILE_OVERHEAD
 
 
+def _fitted(step: ChunkedStep, limits: Limits) -> Outcome | InfeasibleBudgetError:
+    try:
+        return replace(step.fitter.fit(lambda _: limits), chunks=step.texts)
+    except InfeasibleBudgetError as refusal:
+        return refusal
+
+
 def _minimum(refusal: InfeasibleBudgetError) -> int:
     assert refusal.minimum_bytes is not None
     return refusal.minimum_bytes
 
 
-def _is_better(outcome: Outcome, found: Outcome | InfeasibleBudgetError) -> bool:
+def _is_better(
+    outcome: Outcome | InfeasibleBudgetError, found: Outcome | InfeasibleBudgetError
+) -> bool:
+    if isinstance(outcome, InfeasibleBudgetError):
+        return isinstance(found, InfeasibleBudgetError) and _minimum(outcome) < _minimum(found)
     if isinstance(found, InfeasibleBudgetError):
         return True
     if outcome.budget_bytes is None:

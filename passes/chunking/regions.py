@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from dtrcompile.passes.chunking.rows import Cuts, Rows, rule_of, shape_of
-from dtrcompile.passes.nodes import Role, role, value, view_base
+from dtrcompile.passes.nodes import Role, is_sequence, role, value, view_base
 
 log = logging.getLogger("dtrcompile")
 
@@ -229,7 +229,9 @@ class _Finder:
         for node in reversed(reached):
             if node not in self.border and any(user in found for user in node.users):
                 found.add(node)
-        return found | {n for n in reached if self.large.intersection(n.all_input_nodes)}
+        found |= {n for n in reached if self.large.intersection(n.all_input_nodes)}
+        items = (user for n in found if is_sequence(n) for user in n.users)
+        return found | {user for user in items if user in self.cut}
 
     def large_operands(self, inside: set[fx.Node]) -> dict[fx.Node, Rows]:
         """Operands outside that are large, and can be computed in chunks, too."""
@@ -267,6 +269,9 @@ def _reads_more_than_rows(region: Region) -> fx.Node | None:
         )
         inside = region.nodes.intersection(node.all_input_nodes)
         if cuts is None or any(cuts.get(o) != region.rows.get(o, _NO_ROWS) for o in inside):
+            return node
+        # Its elements are joined, if they are used whole, and not what holds them.
+        if is_sequence(node) and any(user not in region.nodes for user in node.users):
             return node
     return None
 

@@ -184,11 +184,13 @@ class _Writer:
                 self.whole[node] = self.joined(node, region.rows[node])
 
     def finished(self, node: fx.Node, total: fx.Node) -> fx.Node:
-        """A total in the type of the operator that it is one of."""
-        dtype, summed = _tensor(node).dtype, _tensor(total).dtype
-        if dtype == summed:
-            return total
-        return self.call(node, torch.ops.prims.convert_element_type.default, total, dtype)
+        """A total in the type and shape of the operator that it is one of."""
+        val = _tensor(node)
+        if _tensor(total).dtype != val.dtype:
+            total = self.call(node, torch.ops.prims.convert_element_type.default, total, val.dtype)
+        if _tensor(total).shape != val.shape:  # dimensions of one element, in place of the rows
+            total = self.call(node, aten.view.default, total, list(val.shape))
+        return total
 
     def joined(self, node: fx.Node, rows: Rows) -> fx.Node:
         """The whole value of what was computed in chunks.

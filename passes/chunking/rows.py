@@ -384,6 +384,23 @@ class _Reduce(_Dimension):
         return {operand: rows} if self._is_sum and is_over else None
 
 
+class _Mean(_Reduce):
+    """A mean; over the rows as well, it is a sum, divided by what the whole value has of them."""
+
+    def __init__(self) -> None:
+        super().__init__(is_sum=True)
+
+    def write(self, node: fx.Node, rows: Rows | None, chunk: Chunk) -> fx.Node:
+        if rows is not None:
+            return super().write(node, rows, chunk)
+        ((operand, own),) = chunk.cuts.items()
+        shape, dimensions = _shape(operand), sorted(self._dimensions(node))
+        merged = list(dict.fromkeys(map(own.dimension, dimensions)))
+        arguments = chunk.of(operand), merged, self._keeps(node)
+        total = chunk.call(aten.sum.dim_IntList, *arguments, dtype=node.kwargs.get("dtype"))
+        return chunk.call(aten.div.Tensor, total, math.prod(shape[d] for d in dimensions))
+
+
 def _without(rows: Rows, dimensions: set[int]) -> Rows:
     return Rows(rows.start - sum(d < rows.start for d in dimensions), rows.count)
 
@@ -478,7 +495,8 @@ _RULES: dict[object, Rule] = {
     aten.expand: _Expand(),
     **dict.fromkeys((aten.full, aten.zeros, aten.ones), _Create()),
     aten.sum: _Reduce(is_sum=True),
-    **dict.fromkeys((aten.mean, aten.amax, aten.amin, aten.var_mean, aten.logsumexp), _Reduce()),
+    aten.mean: _Mean(),
+    **dict.fromkeys((aten.amax, aten.amin, aten.var_mean, aten.logsumexp), _Reduce()),
     **dict.fromkeys((aten.any, aten.all, aten.prod, aten.argmax, aten.argmin), _Reduce()),
     **dict.fromkeys((aten.gather, aten.scatter, aten.slice), _Dimension(1)),
     **dict.fromkeys((aten.cat, aten.cumsum, aten.flip), _Dimension(1)),

@@ -346,6 +346,11 @@ class Fitter:
         """What the default split holds; None where that was not measured."""
         return None if self._fit.default is None else self._fit.default[3]
 
+    @property
+    def spent_s(self) -> tuple[float, float]:
+        """Seconds of planning and of measuring for the budget that was asked for last."""
+        return self._fit.planning_s, self._fit.lowering_s
+
     @functools.cached_property
     def least_bytes(self) -> int:
         """About the smallest peak that a plan can have, without measuring anything."""

@@ -279,6 +279,37 @@ def test_regions_that_wait_for_each_other_are_refused() -> None:
     assert chunked(fx.GraphModule({}, graph), [(first, 2), (second, 2)]) is None
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean])
+def test_reductions_over_rows_add_up(reduce: Callable[..., Tensor], keepdim: bool) -> None:
+    def step(x: Tensor, head: Tensor) -> Tensor:
+        scores = F.linear(x, head).tanh()
+        features = reduce(scores, (0, 1), keepdim=keepdim)
+        one = reduce(scores.square(), (0, 1, 2), keepdim=keepdim)
+        return features.square().sum() + one.sum() + scores.mean()
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 12, WIDTH, dtype=torch.float64)
+    head = torch.randn(WORDS, WIDTH, dtype=torch.float64)
+    gm = joint_of(step, x, head)
+    regions = regions_of(gm, 36 * WORDS * 8)
+    assert [region.n_rows for region in regions] == [36]
+    assert_same(gm, in_chunks(gm, regions, 5), (x, head))
+
+
+def test_one_of_several_results_is_used_whole() -> None:
+    def step(x: Tensor, head: Tensor) -> Tensor:
+        scores = x @ head.T
+        variance, mean = torch.var_mean(scores, -1, keepdim=True)
+        return (scores.square() * variance).mean() + (mean @ mean.T).sum()
+
+    x, head, _ = text()
+    gm = joint_of(step, x, head)
+    regions = regions_of(gm, ROWS * WORDS * 8)
+    assert len(regions) == 1
+    assert_same(gm, in_chunks(gm, regions, 4), (x, head))
+
+
 def test_a_write_in_between_keeps_its_place() -> None:
     """What is read before a tensor is written into must not be read afterwards."""
     graph = fx.Graph()
