@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from dtrcompile.passes.chunking.regions import Region, bytes_of, regions_of
+from dtrcompile.passes.chunking.regions import Refused, Region, bytes_of, regions_of
 from dtrcompile.passes.chunking.rewrite import chunked
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.fit import Fitter, Limits, Outcome
@@ -28,6 +28,7 @@ from dtrcompile.passes.fitting.settings import (
     WORTHWHILE_OVERHEAD,
 )
 from dtrcompile.passes.graphs.capture import Captured
+from dtrcompile.passes.graphs.modules import output_arguments
 from dtrcompile.passes.graphs.sources import place_of
 
 log = logging.getLogger("dtrcompile")
@@ -44,12 +45,14 @@ class ChunkedSteps:
         split: PyTorch's default split of such a graph.
         capture: the program of a split.
         make_fitter: finds plans for what was captured.
+        n_outputs: how many of the outputs of ``joint`` are forward's.
     """
 
     joint: fx.GraphModule
     split: Callable[[fx.GraphModule], Split]
     capture: Callable[[fx.GraphModule, fx.GraphModule], Captured]
     make_fitter: Callable[[Captured], Fitter]
+    n_outputs: int
     _made: dict[tuple[tuple[str, ...], int], ChunkedStep | None] = field(default_factory=dict)
 
     def better(
@@ -74,7 +77,10 @@ class ChunkedSteps:
         if agreed.budget_bytes is not None:
             target_bytes = agreed.budget_bytes - agreed.others.outside_bytes
         start = time.perf_counter()
-        step = self._best(plain, found, target_bytes, agreed)
+        peak_bytes = _peak(found, agreed) - plain.captured.program.constant_bytes
+        least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
+        regions, refused = regions_of(self.joint, least_bytes)
+        step = self._best(plain, regions, target_bytes)
         outcome = None if step is None else _fitted(step, agreed)
         elapsed_s = time.perf_counter() - start
         if isinstance(outcome, Outcome):
@@ -85,27 +91,27 @@ class ChunkedSteps:
                 planning_s=planning_s + elapsed_s - outcome.lowering_s,
                 lowering_s=lowering_s + outcome.lowering_s,
             )
-        if outcome is not None and _is_better(outcome, found):
-            return outcome
-        if isinstance(found, Outcome):
-            return replace(found, planning_s=found.planning_s + elapsed_s)
-        return found
+        best = found if outcome is None or not _is_better(outcome, found) else outcome
+        if isinstance(best, InfeasibleBudgetError):
+            return best.with_advice(f"{best.advice} {self._advice(refused)}".strip())
+        if best is found:
+            return replace(best, planning_s=best.planning_s + elapsed_s)
+        return best
+
+    def _advice(self, refused: Sequence[Refused]) -> str:
+        """What the user can do about a value that stays whole because the model returns it."""
+        returned = output_arguments(self.joint)[: self.n_outputs]
+        for refusal in refused:
+            if refusal.whole in returned:
+                return _RETURNED.format(
+                    format_bytes(bytes_of(refusal.seed)), _located(refusal.seed)
+                )
+        return ""
 
     def _best(
-        self,
-        plain: Fitter,
-        found: Outcome | InfeasibleBudgetError,
-        target_bytes: int | None,
-        agreed: Limits,
+        self, plain: Fitter, regions: list[Region], target_bytes: int | None
     ) -> ChunkedStep | None:
         """The one with the fewest chunks that leaves room for a plan, or else the smallest."""
-        if isinstance(found, InfeasibleBudgetError):
-            peak_bytes = _minimum(found) - agreed.others.outside_bytes
-        else:
-            peak_bytes = found.measured.peak_with(found.others)
-        own_bytes = peak_bytes - plain.captured.program.constant_bytes
-        least_bytes = max(LEAST_CHUNKED_BYTES, own_bytes // CHUNKED_PART_DIVISOR)
-        regions = regions_of(self.joint, least_bytes)
         if not regions:
             return None
         best: ChunkedStep | None = None
@@ -166,6 +172,13 @@ def _is_worth_a_try(found: Outcome | InfeasibleBudgetError) -> bool:
     return found.budget_bytes is None or found.stats.overhead > WORTHWHILE_OVERHEAD
 
 
+def _peak(found: Outcome | InfeasibleBudgetError, limits: Limits) -> int:
+    """What the graph as it is holds, with a plan, beside the other graphs of the step."""
+    if isinstance(found, InfeasibleBudgetError):
+        return _minimum(found) - limits.others.outside_bytes
+    return found.measured.peak_with(found.others)
+
+
 def _fitted(step: ChunkedStep, limits: Limits) -> Outcome | InfeasibleBudgetError:
     try:
         return replace(step.fitter.fit(lambda _: limits), chunks=step.texts)
@@ -192,6 +205,15 @@ def _is_better(
 
 def _told(region: Region, n_chunks: int) -> str:
     """Which value is computed in chunks, in terms of the user's modules and lines."""
-    place = place_of(region.seed)
-    where = f" ({place})" if place else ""
-    return f"{region.seed.name}{where}, {format_bytes(bytes_of(region.seed))}: {n_chunks} chunks"
+    return f"{_located(region.seed)}, {format_bytes(bytes_of(region.seed))}: {n_chunks} chunks"
+
+
+def _located(node: fx.Node) -> str:
+    place = place_of(node)
+    return f"{node.name} ({place})" if place else node.name
+
+
+_RETURNED = (
+    "The model returns {} of {}, which therefore cannot be computed in chunks. It can, if what is"
+    " compiled computes the loss and returns nothing else."
+)

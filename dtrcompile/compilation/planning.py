@@ -132,6 +132,7 @@ def _plan_at_sizes(
             joint.split,
             captured_of,
             functools.partial(_fitter, session, always_emit=True),
+            num_fwd_outputs,
         )
     fitter = _fitter(session, captured)
     if is_probing():

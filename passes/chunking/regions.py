@@ -53,11 +53,13 @@ class Refused:
     """Why a value cannot be computed in chunks.
 
     Attributes:
-        by: the operator that needs it whole.
+        by: the operator that needs all of it, or of what is made from its rows, at once.
+        whole: what that operator reads.
     """
 
     seed: fx.Node
     by: fx.Node | None
+    whole: fx.Node | None = None
 
     def __str__(self) -> str:
         if self.by is None:
@@ -65,12 +67,14 @@ class Refused:
         return f"{self.by.name} reads all of {self.seed.name} at once"
 
 
-def regions_of(gm: fx.GraphModule, least_bytes: int) -> list[Region]:
+def regions_of(gm: fx.GraphModule, least_bytes: int) -> tuple[list[Region], list[Refused]]:
     """Regions around all values of some size that can be computed in chunks, the largest first.
 
-    They have no operator in common.
+    Returns:
+        regions, which have no operator in common, and values around which there is none.
     """
     found: list[Region] = []
+    refused: list[Refused] = []
     taken: set[fx.Node] = set()
     seeds = [n for n in gm.graph.nodes if _may_be_seed(n) and bytes_of(n) >= least_bytes]
     for seed in sorted(seeds, key=lambda n: -bytes_of(n)):
@@ -79,10 +83,11 @@ def regions_of(gm: fx.GraphModule, least_bytes: int) -> list[Region]:
         region = region_of(seed)
         if isinstance(region, Refused):
             log.debug("not in chunks: %s", region)
+            refused.append(region)
         elif not taken & region.nodes:
             found.append(region)
             taken |= region.nodes
-    return found
+    return found, refused
 
 
 def _may_be_seed(node: fx.Node) -> bool:
@@ -159,7 +164,7 @@ class _Finder:
             for node in region.outputs():
                 if node is self.seed or (node not in self.roots and self.is_large(node)):
                     users = [user for user in node.users if user not in region.nodes]
-                    return Refused(self.seed, min(users, key=self.places.__getitem__))
+                    return Refused(self.seed, min(users, key=self.places.__getitem__), node)
             whole = self.roots.keys() & set(region.outputs())
             if not whole:
                 by = _reads_more_than_rows(region)

@@ -107,6 +107,21 @@ def test_the_refusal_names_what_fits_in_chunks() -> None:
     assert any("chunks" in note for note in report.notes)
 
 
+def test_the_refusal_says_that_returned_values_stay_whole() -> None:
+    class Both(Model):
+        def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self.head(self.embedding(tokens))
+            return self.loss(scores, labels), scores
+
+    model, inputs = Both(), made()[1]
+    with pytest.raises(Exception) as refused:
+        compile_dtr(model, 5_000_000)(*inputs)[0].backward()
+    refusal = unwrap(refused.value)
+    assert isinstance(refusal, InfeasibleBudgetError)
+    assert "The model returns 4.5 MiB of addmm (head, " in str(refusal)
+    assert "computes the loss and returns nothing else" in str(refusal)
+
+
 def test_a_forecast_counts_chunks_as_the_compilation_does() -> None:
     model, inputs = made()
     points = dtrcompile.sweep(model, *inputs, budgets=["100%", "min"], compiler="eager").points

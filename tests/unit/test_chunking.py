@@ -40,6 +40,10 @@ def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     return make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
 
 
+def regions_in(gm: fx.GraphModule, least_bytes: int) -> list[Region]:
+    return regions_of(gm, least_bytes)[0]
+
+
 def largest_bytes(gm: fx.GraphModule) -> int:
     return max(bytes_of(n) for n in gm.graph.nodes if n.op == "call_function")
 
@@ -109,7 +113,7 @@ def tied(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
 def test_scores_and_their_loss_in_chunks(step: Step, n_chunks: int) -> None:
     inputs = text()
     gm = joint_of(step, *inputs)
-    regions = regions_of(gm, ROWS * WORDS * 8)
+    regions = regions_in(gm, ROWS * WORDS * 8)
     assert len(regions) == 1 and regions[0].n_rows == ROWS
     other = in_chunks(gm, regions, n_chunks)
     assert_same(gm, other, inputs)
@@ -121,7 +125,7 @@ def test_scores_and_their_loss_in_chunks(step: Step, n_chunks: int) -> None:
 def test_the_operators_of_one_chunk_are_together() -> None:
     """The scores of one chunk are not needed any more when those of the next are made."""
     gm = joint_of(plain, *text())
-    other = in_chunks(gm, regions_of(gm, ROWS * WORDS * 8), 4)
+    other = in_chunks(gm, regions_in(gm, ROWS * WORDS * 8), 4)
     place = {node: i for i, node in enumerate(other.graph.nodes)}
     scores = [n for n in place if n.name.startswith("mm") and n.meta["val"].shape[-1] == WORDS]
     assert len(scores) == 4
@@ -138,7 +142,7 @@ def test_sums_over_chunks_in_low_precision_are_rounded_once() -> None:
     x, head, labels = text(512)
     inputs = x.bfloat16(), head.bfloat16(), labels
     gm = joint_of(plain, *inputs)
-    other = in_chunks(gm, regions_of(gm, 512 * WORDS * 2), 64)
+    other = in_chunks(gm, regions_in(gm, 512 * WORDS * 2), 64)
     (_, exact), _ = fx.Interpreter(joint_of(plain, x, head, labels)).run(x, head, labels)
 
     def error(graph: fx.GraphModule) -> float:
@@ -165,7 +169,7 @@ def test_the_hidden_layer_of_an_mlp_in_chunks(step: Step) -> None:
     up = torch.randn(32 * WIDTH, WIDTH, dtype=torch.float64)
     down = torch.randn(WIDTH, 32 * WIDTH, dtype=torch.float64)
     gm = joint_of(step, x, up, down)
-    regions = regions_of(gm, 30 * 32 * WIDTH * 8)
+    regions = regions_in(gm, 30 * 32 * WIDTH * 8)
     assert [region.n_rows for region in regions] == [30]
     assert_same(gm, in_chunks(gm, regions, 5), (x, up, down))
 
@@ -181,7 +185,7 @@ def test_scores_of_attention_in_chunks() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 50, 4, dtype=torch.float64) for _ in range(3))
     gm = joint_of(attention, q, k, v)
-    regions = regions_of(gm, 2 * 3 * 50 * 50 * 8)
+    regions = regions_in(gm, 2 * 3 * 50 * 50 * 8)
     assert [region.n_rows for region in regions] == [6]
     assert_same(gm, in_chunks(gm, regions, 3), (q, k, v))
 
@@ -199,7 +203,7 @@ def test_values_of_several_layers_in_chunks() -> None:
         return x.square().mean()
 
     gm = joint_of(layers, x, up, down)
-    regions = regions_of(gm, 20 * 16 * WIDTH * 8)
+    regions = regions_in(gm, 20 * 16 * WIDTH * 8)
     assert len(regions) == 3
     assert_same(gm, in_chunks(gm, regions, 4), (x, up, down), 1e-9)
 
@@ -227,6 +231,7 @@ def test_scores_that_are_returned_stay_whole() -> None:
     found = region_of(scores)
     assert isinstance(found, Refused)
     assert str(found) == f"output reads all of {scores.name} at once"
+    assert found.whole is scores
 
 
 def test_statistics_of_a_batch_are_never_of_a_chunk() -> None:
@@ -237,7 +242,7 @@ def test_statistics_of_a_batch_are_never_of_a_chunk() -> None:
 
     x, head, _ = text()
     gm = joint_of(step, x, head)
-    regions = regions_of(gm, ROWS * WORDS * 8)
+    regions = regions_in(gm, ROWS * WORDS * 8)
     assert [region.n_rows for region in regions] == [WORDS]
     assert_same(gm, in_chunks(gm, regions, 4), (x, head))
 
@@ -247,7 +252,7 @@ def test_random_numbers_are_drawn_whole() -> None:
         return F.cross_entropy(F.dropout(x @ head.T, 0.5), labels)
 
     gm = joint_of(step, *text())
-    for region in regions_of(gm, ROWS * WORDS * 4):
+    for region in regions_in(gm, ROWS * WORDS * 4):
         for node in region.nodes:
             assert torch.Tag.nondeterministic_seeded not in node.target.tags
 
@@ -292,7 +297,7 @@ def test_reductions_over_rows_add_up(reduce: Callable[..., Tensor], keepdim: boo
     x = torch.randn(3, 12, WIDTH, dtype=torch.float64)
     head = torch.randn(WORDS, WIDTH, dtype=torch.float64)
     gm = joint_of(step, x, head)
-    regions = regions_of(gm, 36 * WORDS * 8)
+    regions = regions_in(gm, 36 * WORDS * 8)
     assert [region.n_rows for region in regions] == [36]
     assert_same(gm, in_chunks(gm, regions, 5), (x, head))
 
@@ -305,7 +310,7 @@ def test_one_of_several_results_is_used_whole() -> None:
 
     x, head, _ = text()
     gm = joint_of(step, x, head)
-    regions = regions_of(gm, ROWS * WORDS * 8)
+    regions = regions_in(gm, ROWS * WORDS * 8)
     assert len(regions) == 1
     assert_same(gm, in_chunks(gm, regions, 4), (x, head))
 
@@ -391,6 +396,6 @@ def test_random_steps(
         return h.square().mean()
 
     gm = joint_of(step, x, up)
-    regions = regions_of(gm, math.prod(shape) * 64 * 2)
+    regions = regions_in(gm, math.prod(shape) * 64 * 2)
     if regions:
         assert_same(gm, in_chunks(gm, regions, n_chunks), (x, up), 1e-9)
