@@ -71,7 +71,7 @@ class ChunkedSteps:
         if baseline is None or plain.captured.symbols or not _is_worth_a_try(found):
             return found
         agreed = limits(baseline)
-        if agreed.more_follow or agreed.is_unlimited:
+        if agreed.more_follow or agreed.is_unlimited or plain.is_reordered:
             return found
         target_bytes = None
         if agreed.budget_bytes is not None:
@@ -91,6 +91,9 @@ class ChunkedSteps:
                 planning_s=planning_s + elapsed_s - outcome.lowering_s,
                 lowering_s=lowering_s + outcome.lowering_s,
             )
+        # From one seed, the same random numbers have to be drawn as without chunks.
+        if step is not None and step.fitter.is_reordered:
+            outcome = None
         best = found if outcome is None or not _is_better(outcome, found) else outcome
         if isinstance(best, InfeasibleBudgetError):
             return best.with_advice(f"{best.advice} {self._advice(refused)}".strip())

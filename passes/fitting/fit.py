@@ -321,6 +321,7 @@ class Fitter:
         always_emit: bool = False,
     ) -> None:
         self._always_emit = always_emit
+        self._given = captured
         self._fit = _Fit(captured, planner, model)
 
     def fit(self, limits: Callable[[Measured], Limits], *, is_whole_peak: bool = False) -> Outcome:
@@ -340,6 +341,12 @@ class Fitter:
     def captured(self) -> Captured:
         """What is planned."""
         return self._fit.captured
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether the graphs were captured again, in the order in which the compiler draws random
+        numbers."""
+        return self._fit.captured is not self._given
 
     @property
     def baseline(self) -> Measured | None:
