@@ -378,8 +378,9 @@ def _explain(parsed: argparse.Namespace) -> None:
             raise OptionError("explain needs --budget for a module:callable, such as 40% or min.")
         explanation = _forecast(parsed).explain()
     else:
+        text = _read_text(Path(parsed.model))
         _refuse_ignored(parsed, ("budget", *_OF_A_MODEL), "an explanation file")
-        explanation = Explanation.from_json(_read_text(Path(parsed.model)))
+        explanation = Explanation.from_json(text)
     for path in parsed.output:
         explanation.save(path)
         print(f"wrote {path}")
@@ -401,10 +402,9 @@ def _compare(parsed: argparse.Namespace) -> None:
             raise OptionError(
                 "compare needs two explanation files, which say at which budgets they were made."
             )
+        texts = [_read_text(Path(name)) for name in (parsed.first, parsed.second)]
         _refuse_ignored(parsed, _OF_A_MODEL, "an explanation file")
-        first, second = (
-            Explanation.from_json(_read_text(Path(name))) for name in (parsed.first, parsed.second)
-        )
+        first, second = map(Explanation.from_json, texts)
     print(first.compared_with(second, parsed.rows))
 
 

@@ -63,6 +63,7 @@ class Forecast:
         reserved_bytes: what PyTorch's caching allocator takes from the GPU over several steps, the
             optimizer's included, which is what has to be free there; None on a CPU, and where
             nothing fits.
+        chunks: what is computed in chunks, and in how many.
         refusal: why nothing fits; None where a plan does.
     """
 
@@ -79,6 +80,7 @@ class Forecast:
     baseline_cost_ns: int
     device: str
     reserved_bytes: int | None
+    chunks: tuple[str, ...] = ()
     refusal: InfeasibleBudgetError | None = field(default=None, compare=False)
     get_explained: Callable[[], Explained] | None = field(default=None, compare=False, repr=False)
 
@@ -135,6 +137,7 @@ class Forecast:
         rows.append(
             ("operators take", f"{format_ns(self.cost_ns)}, {self.overhead:.3f} x the baseline's")
         )
+        rows += [("in chunks", text) for text in self.chunks]
         return rows
 
 
@@ -348,9 +351,10 @@ def _forecast(
         others.outside_bytes,
         probed.beside.in_step_bytes(probed.around_bytes),
         outcome.stats.cost_ns,
-        outcome.baseline[2].cost_ns,
+        ample.baseline[2].cost_ns,
         device,
         reserved_bytes,
+        outcome.chunks,
         refusal,
         functools.partial(explained, Details.of(outcome), outcome.plan, probed.input_names)
         if fits

@@ -86,7 +86,7 @@ class ChunkedSteps:
         if isinstance(outcome, Outcome):
             planning_s, lowering_s = plain.spent_s
             outcome = replace(
-                outcome,
+                _beside(outcome, plain.captured),
                 baseline_measured=_apart(baseline, plain.captured),
                 planning_s=planning_s + elapsed_s - outcome.lowering_s,
                 lowering_s=lowering_s + outcome.lowering_s,
@@ -165,6 +165,13 @@ def _apart(measured: Measured, captured: Captured) -> Measured:
     if measured.by_sizes is None:
         return measured
     return replace(measured, by_sizes=ApartSizeModel(measured.by_sizes, captured))
+
+
+def _beside(outcome: Outcome, captured: Captured) -> Outcome:
+    """The cost of a chunked graph's plan beside that of the graph as it was."""
+    assert outcome.chosen is not None
+    stats = replace(outcome.chosen.stats, baseline_cost_ns=captured.program.cost_ns)
+    return replace(outcome, chosen=replace(outcome.chosen, stats=stats))
 
 
 def _is_worth_a_try(found: Outcome | InfeasibleBudgetError) -> bool:

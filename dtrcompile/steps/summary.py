@@ -145,6 +145,7 @@ class Summary:
             "program": io.to_json(self.program),
             "plan": self.plan.to_text(),
             "planned_peak_bytes": self.stats.peak_bytes,
+            "baseline_cost_ns": self.stats.baseline_cost_ns,
             "handed_on": handed_on_entry(self.handed_on),
             "baseline": baseline,
             "measured": measured,
@@ -163,8 +164,13 @@ class Summary:
             returned = tuple((s, i) for s, i in entry["graph"]["returned"])
             graph = GraphFacts(**{**entry["graph"], "returned": returned})
             program, plan = io.from_json(entry["program"]), Plan.from_text(entry["plan"])
-            # Of a split that was not measured beforehand, library calls' workspace is part of it.
-            stats = replace(replay(program, plan)[1], peak_bytes=int(entry["planned_peak_bytes"]))
+            stats = replace(
+                replay(program, plan)[1],
+                # Of a split that was not measured beforehand, library calls' workspace is in it.
+                peak_bytes=int(entry["planned_peak_bytes"]),
+                # A graph with values in chunks is compared with the graph as it was.
+                baseline_cost_ns=int(entry["baseline_cost_ns"]),
+            )
             outputs = entry["handed_on"]["outputs"]
             return Summary(
                 graph,

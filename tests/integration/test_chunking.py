@@ -128,6 +128,10 @@ def test_a_forecast_counts_chunks_as_the_compilation_does() -> None:
     gradients(compile_dtr(model, "min"), inputs)
     assert points[1].peak_bytes == dtrcompile.reports()[-1].promised_peak_bytes
     assert points[1].peak_bytes < points[0].peak_bytes / 2
+    (text,) = points[1].chunks
+    assert "head" in text and text in str(points[1])
+    assert points[1].overhead == dtrcompile.reports()[-1].overhead > 1
+    assert points[1].baseline_cost_ns == points[0].cost_ns
 
 
 def test_settings_are_in_order() -> None:

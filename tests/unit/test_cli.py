@@ -127,6 +127,7 @@ def test_plan_to_a_file_and_replay_of_it(
         (["plan", "PROGRAM", "--device", "H100-80GB"], "--device: plan has no use for it with a"),
         (["plan", "PROGRAM", "--budget", "1kB", "--json"], "--json: plan has no use for it"),
         (["plan", "m:f", "--budget", "1kB", "-o", "f"], "--output: plan has no use for it with a"),
+        (["explain", "MISSING", "--budget", "1kB"], "No such file"),
         (["explain", "OTHER", "--budget", "1kB"], "--budget: explain has no use for it with an"),
         (
             ["compare", "OTHER", "OTHER", "--dtype", "bfloat16", "--length", "8"],
