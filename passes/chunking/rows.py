@@ -58,8 +58,6 @@ class Rows:
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     """Of a tensor, or of the first of several; None for anything else, and for symbolic sizes."""
-    if packet(node) is aten.convolution_backward:
-        node = node.args[1]  # type: ignore[assignment]  # whose gradient comes first, or is not made
     val = value(node)
     if isinstance(val, (tuple, list)) and val:
         val = val[0]
@@ -459,89 +457,15 @@ class _Product(Rule):
         return inner if is_inner and not self._first else None
 
 
-class _Samples(Rule):
-    """What treats each sample of a batch, the first dimension, by itself.
-
-    Args:
-        places: the positions of the arguments that are batches.
-    """
-
-    def __init__(self, *places: int) -> None:
-        self._places = places
-
-    def _batches(self, node: fx.Node) -> set[fx.Node]:
-        return {a for p in self._places if isinstance(a := node.args[p], fx.Node)}
-
-    def _cuts(self, node: fx.Node, rows: Rows) -> Cuts | None:
-        batches = self._batches(node)
-        others = [a for p, a in enumerate(node.args) if p not in self._places]
-        is_alone = batches.isdisjoint(torch.utils._pytree.tree_leaves(others))
-        return dict.fromkeys(batches, rows) if rows == Rows(0) and is_alone else None
-
-    def result(self, node: fx.Node, operand: fx.Node, rows: Rows) -> Rows | None:
-        return rows if operand in (self._cuts(node, rows) or ()) else None
-
-    def operands(self, node: fx.Node, rows: Rows) -> Cuts | None:
-        return self._cuts(node, rows)
-
-
-class _SizedSamples(_Samples):
-    """The same, where an argument says the size of the result.
-
-    Args:
-        place: its position.
-    """
-
-    def __init__(self, batch: int, place: int) -> None:
-        super().__init__(batch)
-        self._place = place
-
-    def write(self, node: fx.Node, rows: Rows | None, chunk: Chunk) -> fx.Node:  # noqa: ARG002
-        target: Any = node.target
-        args = list(chunk.mapped(node.args))
-        args[self._place] = [chunk.n_rows, *args[self._place][1:]]
-        return chunk.call(target, *args, **node.kwargs)
-
-
-class _Resample(_Samples):
-    """Places of an image, by indices along consecutive dimensions after the first."""
-
-    def _cuts(self, node: fx.Node, rows: Rows) -> Cuts | None:
-        indices = node.args[1]
-        assert isinstance(indices, (tuple, list))
-        indexed = [d for d, index in enumerate(indices) if index is not None]
-        # Elsewhere, what the indices give comes first.
-        is_behind = bool(indexed) and indexed == list(range(max(1, indexed[0]), indexed[-1] + 1))
-        return super()._cuts(node, rows) if is_behind else None
-
-
-class _Pad(_Samples):
-    """More places around, along some of the last dimensions."""
-
-    def _cuts(self, node: fx.Node, rows: Rows) -> Cuts | None:
-        padded = node.args[1]
-        assert isinstance(padded, (tuple, list))
-        return super()._cuts(node, rows) if len(padded) // 2 < len(_shape(node)) else None
-
-
 class _Item(Rule):
     """One of the tensors that an operator returns, all of the same rows."""
 
-    def _is_gradient_of_weight(self, node: fx.Node) -> bool:
-        source, index = node.args[:2]
-        assert isinstance(source, fx.Node)
-        return packet(source) is aten.convolution_backward and index != 0
-
     def result(self, node: fx.Node, operand: fx.Node, rows: Rows) -> Rows | None:
-        is_same = _shape(node) == _shape(operand) and not self._is_gradient_of_weight(node)
-        return rows if is_same else None
+        return rows if _shape(node) == _shape(operand) else None
 
     def operands(self, node: fx.Node, rows: Rows) -> Cuts | None:
         (operand,) = node.all_input_nodes
-        return None if self.result(node, operand, rows) is None else {operand: rows}
-
-    def totals(self, node: fx.Node, operand: fx.Node, rows: Rows) -> Cuts | None:
-        return {operand: rows} if self._is_gradient_of_weight(node) else None
+        return {operand: rows} if _shape(node) == _shape(operand) else None
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -581,13 +505,6 @@ _RULES: dict[object, Rule] = {
     aten.addmm: _Product(is_added=True),
     aten.bmm: _Product(is_batch=True),
     aten.baddbmm: _Product(is_batch=True, is_added=True),
-    aten.convolution: _Samples(0),
-    aten.convolution_backward: _Samples(0, 1),
-    **dict.fromkeys((aten.avg_pool2d, aten.max_pool2d_with_indices), _Samples(0)),
-    aten.avg_pool2d_backward: _Samples(0, 1),
-    aten.upsample_nearest2d_backward: _SizedSamples(0, 2),
-    aten.constant_pad_nd: _Pad(0),
-    **dict.fromkeys((aten.index, aten._unsafe_index), _Resample(0)),
 }
 
 

@@ -37,9 +37,7 @@ def joint_of(step: Step, *inputs: Tensor) -> fx.GraphModule:
 
 def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     pure = torch.func.functionalize(function)
-    gm = make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
-    gm.graph.eliminate_dead_code()
-    return gm
+    return make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
 
 
 def regions_in(gm: fx.GraphModule, least_bytes: int) -> list[Region]:
@@ -208,71 +206,6 @@ def test_values_of_several_layers_in_chunks() -> None:
     regions = regions_in(gm, 20 * 16 * WIDTH * 8)
     assert len(regions) == 3
     assert_same(gm, in_chunks(gm, regions, 4), (x, up, down), 1e-9)
-
-
-def images() -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(0)
-    x = torch.randn(6, 3, 8, 8, dtype=torch.float64)
-    up = torch.randn(16, 3, 3, 3, dtype=torch.float64)
-    return x, up, torch.randn(16, 16, 3, 3, dtype=torch.float64)
-
-
-def convolutions(x: Tensor, up: Tensor, again: Tensor) -> Tensor:
-    h = F.silu(F.group_norm(F.conv2d(x, up, padding=1), 4))
-    return F.conv2d(h, again, padding=1, bias=again[0, :, 0, 0]).square().mean()
-
-
-def pooled(x: Tensor, up: Tensor, again: Tensor) -> Tensor:
-    h = F.avg_pool2d(F.gelu(F.conv2d(x, up, padding=1)), 2)
-    h = F.pad(F.interpolate(h, scale_factor=2), (1, 1, 1, 1))
-    return F.conv2d(h, again).tanh().sum()
-
-
-def of_the_first_layer(_x: Tensor, up: Tensor, again: Tensor) -> Tensor:
-    torch.manual_seed(1)
-    constant = torch.ones(6, 3, 8, 8, dtype=torch.float64)  # has no gradient
-    return F.conv2d(F.relu(F.conv2d(constant, up, padding=1)), again).square().sum()
-
-
-@pytest.mark.parametrize("step", [convolutions, pooled, of_the_first_layer])
-def test_images_in_chunks_of_samples(step: Step) -> None:
-    inputs = images()
-    gm = joint_of(step, *inputs)
-    regions = regions_in(gm, 6 * 16 * 64 * 8)
-    assert regions and all(region.n_rows == 6 for region in regions)
-    other = in_chunks(gm, regions, 3)
-    assert_same(gm, other, inputs, 1e-9)
-    assert largest_bytes(other) < largest_bytes(gm)
-
-
-@pytest.mark.parametrize(
-    "operator",
-    [
-        lambda h: F.pad(h, (0, 0, 0, 0, 0, 0, 1, 1)),
-        lambda h: h[:, torch.tensor([0, 1]), :, torch.tensor([2, 3])],
-        lambda h: h[torch.tensor([0, 2, 1, 1, 1, 1])],
-    ],
-)
-def test_what_mixes_samples_is_not_cut(operator: Callable[[Tensor], Tensor]) -> None:
-    def step(x: Tensor, up: Tensor) -> Tensor:
-        return operator(F.conv2d(x, up, padding=1)).square().sum()
-
-    x, up, _ = images()
-    gm = joint_of(step, x, up)
-    for region in regions_in(gm, 6 * 16 * 64 * 8):
-        assert_same(gm, in_chunks(gm, [region], 3), (x, up), 1e-9)
-
-
-def test_samples_that_are_normalized_together_stay_together() -> None:
-    def step(x: Tensor, up: Tensor, again: Tensor) -> Tensor:
-        h = F.batch_norm(F.conv2d(x, up, padding=1), None, None, training=True)
-        return F.conv2d(F.relu(h), again).square().mean()
-
-    inputs = images()
-    gm = joint_of(step, *inputs)
-    for region in regions_in(gm, 6 * 16 * 64 * 4):
-        assert not any(packet(n) is torch.ops.aten.var_mean for n in region.rows)
-        assert_same(gm, in_chunks(gm, [region], 3), inputs, 1e-9)
 
 
 def refusal(step: Step, *inputs: Tensor) -> Refused:
