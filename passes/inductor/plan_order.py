@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from dtrcompile.passes.inductor.layouts import (
@@ -87,7 +88,8 @@ def run_node_and_realize(graph: Any, node: Any) -> Any:
     """Lower a node; the owner of a storage becomes a buffer.
 
     Near convolutions Inductor prefers channels-last; a buffer made contiguous there would be copied
-    for its reader.
+    for its reader.  But what `as_strided` reads has the strides that were traced: it reads memory,
+    whatever its layout is.
     """
     with lowered_in(graph, node):
         result = _RUN_NODE(graph, node)
@@ -95,13 +97,20 @@ def run_node_and_realize(graph: Any, node: Any) -> Any:
         # Before it is asked for a layout: what is no buffer yet would be copied into one that does
         # not know which node it was lowered from.
         result.realize()
-        if len(result.get_size()) == 4 and node in graph.nodes_prefer_channels_last:
+        is_free = not any(user.target in _READ_MEMORY for user in node.users)
+        if is_free and len(result.get_size()) == 4 and node in graph.nodes_prefer_channels_last:
             with IRNode.current_origins(OrderedSet([node])):
                 return ExternKernel.require_stride_order(result, NHWC_STRIDE_ORDER)
     return result
 
 
 _RUN_NODE = GraphLowering.run_node
+_READ_MEMORY = (
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_scatter.default,
+    torch.ops.aten.resize.default,
+    torch.ops.aten.resize_as.default,
+)
 
 
 def reuse_at_once(line: Any, free_line: Any, size: int) -> bool:
