@@ -189,7 +189,7 @@ class Summary:
                 entry["saves_least"],
                 is_kept=True,
                 is_cut_short=entry["is_cut_short"],
-                chunks=tuple(entry["chunks"]),
+                chunks=_texts(entry["chunks"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, ProgramError, PlanError):
             return None
@@ -201,6 +201,12 @@ class Summary:
             others=others,
             budget_bytes=self.budget_bytes if budget_bytes is None else budget_bytes,
         )
+
+
+def _texts(found: Any) -> tuple[str, ...]:
+    if not isinstance(found, (list, tuple)):
+        raise TypeError(f"not a list of texts: {found!r}")
+    return tuple(found)
 
 
 def handed_on_entry(handed_on: HandedOn) -> dict[str, Any]:
