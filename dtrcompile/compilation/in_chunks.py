@@ -91,9 +91,6 @@ class ChunkedSteps:
                 planning_s=planning_s + elapsed_s - outcome.lowering_s,
                 lowering_s=lowering_s + outcome.lowering_s,
             )
-        # From one seed, the same random numbers have to be drawn as without chunks.
-        if step is not None and step.fitter.is_reordered:
-            outcome = None
         best = found if outcome is None or not _is_better(outcome, found) else outcome
         if isinstance(best, InfeasibleBudgetError):
             return best.with_advice(f"{best.advice} {self._advice(refused)}".strip())
@@ -143,7 +140,7 @@ class ChunkedSteps:
             if graph is not None:
                 captured = self.capture(*self.split(graph))
                 texts = tuple(_told(region, n) for region, n in cuts)
-                self._made[key] = ChunkedStep(captured, self.make_fitter(captured), texts)
+                self._made[key] = ChunkedStep(self.make_fitter(captured), texts)
         return self._made[key]
 
 
@@ -155,7 +152,6 @@ class ChunkedStep:
         texts: what is computed so, for the report.
     """
 
-    captured: Captured
     fitter: Fitter
     texts: tuple[str, ...]
 
@@ -189,11 +185,14 @@ def _peak(found: Outcome | InfeasibleBudgetError, limits: Limits) -> int:
     return found.measured.peak_with(found.others)
 
 
-def _fitted(step: ChunkedStep, limits: Limits) -> Outcome | InfeasibleBudgetError:
+def _fitted(step: ChunkedStep, limits: Limits) -> Outcome | InfeasibleBudgetError | None:
+    """None if other random numbers would be drawn from one seed than without chunks."""
+    found: Outcome | InfeasibleBudgetError
     try:
-        return replace(step.fitter.fit(lambda _: limits), chunks=step.texts)
+        found = replace(step.fitter.fit(lambda _: limits), chunks=step.texts)
     except InfeasibleBudgetError as refusal:
-        return refusal
+        found = refusal
+    return None if step.fitter.is_reordered else found
 
 
 def _minimum(refusal: InfeasibleBudgetError) -> int:

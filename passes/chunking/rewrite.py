@@ -12,6 +12,7 @@ from torch import fx
 
 from dtrcompile.passes.chunking.regions import Region
 from dtrcompile.passes.chunking.rows import Chunk, Rows, reshaped, rule_of, shape_of
+from dtrcompile.passes.graphs.modules import module_like
 from dtrcompile.passes.nodes import is_mutating, value
 from dtrcompile.passes.torch_private import FakeTensor
 
@@ -151,17 +152,10 @@ class _Writer:
             if region is None:
                 (node,) = nodes
                 self.whole[node] = self.graph.node_copy(node, self.whole.__getitem__)
-                if hasattr(node, "_dynamo_source"):
-                    self.whole[node]._dynamo_source = node._dynamo_source
             else:
                 self.write_chunks(region, nodes)
-        written = fx.GraphModule(self.gm, self.graph)
-        written.meta = dict(self.gm.meta)
-        for name in ("shape_env", "_param_name_to_source"):
-            if hasattr(self.gm, name):
-                setattr(written, name, getattr(self.gm, name))
         self.graph.lint()
-        return written
+        return module_like(self.gm, self.graph, self.whole)
 
     def write_chunks(self, region: Region, nodes: Sequence[fx.Node]) -> None:
         """Write a block, and what of it is used whole."""

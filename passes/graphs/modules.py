@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -48,13 +50,24 @@ def copied_module(gm: fx.GraphModule) -> fx.GraphModule:
     (old,) = gm.graph.find_nodes(op="output")
     out = graph.output(result)
     out.meta = dict(old.meta)
+    return module_like(gm, graph, env)
+
+
+def module_like(
+    gm: fx.GraphModule, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]
+) -> fx.GraphModule:
+    """A module of another graph with the same inputs, which knows what AOTAutograd looks for.
+
+    Args:
+        copies: input of ``gm`` -> input of ``graph``; other nodes do not matter.
+    """
     for node in gm.graph.find_nodes(op="placeholder"):
         if hasattr(node, "_dynamo_source"):
-            env[node]._dynamo_source = node._dynamo_source
-    copy = fx.GraphModule(gm, graph)
-    copy.meta = dict(gm.meta)
-    # What AOTAutograd looks for: symbolic sizes, and that the graph came from Dynamo.
+            copies[node]._dynamo_source = node._dynamo_source
+    module = fx.GraphModule(gm, graph)
+    module.meta = dict(gm.meta)
+    # Symbolic sizes, and that the graph came from Dynamo.
     for name in ("shape_env", "_param_name_to_source"):
         if hasattr(gm, name):
-            setattr(copy, name, getattr(gm, name))
-    return copy
+            setattr(module, name, getattr(gm, name))
+    return module

@@ -1,4 +1,4 @@
-"""What tests of the entries on disk share."""
+"""What tests begin with: nothing compiled, or nothing on disk."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import dtrcompile
 from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.torch_private import CacheArtifactManager, inductor_config
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from dtrcompile.demo.memory import static_bytes, trace_step
 from dtrcompile.passes.fitting import settings
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 from workloads.training import assert_close, compile_dtr, gradients_of, unwrap
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 WORDS, WIDTH, TOKENS = 4096, 16, 288  # scores of 4.5 MiB
 
@@ -31,14 +33,6 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         h = torch.tanh(self.hidden(F.dropout(self.embedding(tokens), 0.1, self.training)))
         return self.loss(self.head(h), labels)
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    dtrcompile.clear_reports()
-    yield
-    torch._dynamo.reset()
 
 
 def made(**given: Any) -> tuple[Model, tuple[Tensor, Tensor]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,15 +14,9 @@ from dtrcompile.report import compilations
 from dtrcompile.steps import budgeted
 from workloads.training import compile_dtr, gradients_of, live_peak_bytes, static_bytes
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 WIDTH, ROWS = 64, 512
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    dtrcompile.clear_reports()
-    yield
-    torch._dynamo.reset()
 
 
 class WithLoss(nn.Module):
