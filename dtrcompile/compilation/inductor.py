@@ -30,6 +30,7 @@ from dtrcompile.passes.graphs.emit import lower_frees
 from dtrcompile.passes.graphs.modules import copied_module
 from dtrcompile.passes.graphs.recompute_tags import tag_scopes
 from dtrcompile.passes.inductor import LoweredStep, Wrapper, trace
+from dtrcompile.passes.inductor.bug_fixes import write_out_alpha
 from dtrcompile.passes.inductor.loaded_code import noting_code
 from dtrcompile.passes.inductor.lowering import marks_text
 from dtrcompile.passes.inductor.patches import Purpose, applied
@@ -68,6 +69,7 @@ class DTRPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split ``gm`` by default, then replace the split by a plan's graphs if need be."""
         tag_scopes(gm)
+        write_out_alpha(gm)
 
         def split(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
             return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
@@ -191,6 +193,7 @@ def _inner_compile(
 ) -> Any:
     """Stands in for Inductor's ``compile_fx_inner``: plans inference graphs, keeps plans' order."""
     if kwargs.get("is_inference", False):
+        write_out_alpha(gm)
         gm = plan_inference(session, gm)
         lower_frees(gm)
     as_planned = planned_config() if is_planned(gm) else contextlib.nullcontext()

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import fx
+
 from dtrcompile.passes.torch_private import SchedulerNode, StarDep, WeakDep
 
 
@@ -31,3 +34,29 @@ def recompute_and_rename(node: Any, *args: Any, **kwargs: Any) -> None:
 
 
 _RECOMPUTE = SchedulerNode.recompute_size_and_body
+
+
+def write_out_alpha(gm: fx.GraphModule) -> None:
+    """Multiply by ``alpha`` before a product is added to, in place of passing it to the addition.
+
+    Inductor's patterns match a call whatever keywords it has that they do not mention (up to torch
+    2.14).  ``torch.add(a @ b, c, alpha=0.1)`` becomes an ``addmm`` that adds all of ``c``: with
+    weight decay, SGD's update is that.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        alpha = node.kwargs.get("alpha", 1)
+        if alpha == 1 or not any(n.target is _PRODUCT for n in node.all_input_nodes):
+            continue
+        first, second = node.args
+        if not isinstance(second, fx.Node):
+            node.args, node.kwargs = (first, second * alpha), {}
+            continue
+        with gm.graph.inserting_before(node):
+            scaled = gm.graph.call_function(torch.ops.aten.mul.Tensor, (second, alpha))
+        scaled.meta = dict(node.meta)
+        scaled.meta["val"] = torch.ops.aten.mul.Tensor(second.meta["val"], alpha)
+        node.args, node.kwargs = (first, scaled), {}
+    gm.recompile()
+
+
+_PRODUCT = torch.ops.aten.mm.default
