@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from dtrcompile.passes.program.program import Operator, Phase, Program, Storage, StorageKind, Tensor
 
@@ -33,14 +34,18 @@ class ProgramBuilder:
         not_recomputable: str | None = None,
         pinned: str | None = None,
         kind: StorageKind = StorageKind.INTERMEDIATE,
+        overwrites: Sequence[int] = (),
     ) -> list[int]:
-        """Its output tensors, each in a storage of its own."""
+        """Its output tensors, each in a storage of its own; ``overwrites`` are constants."""
         names = [name if len(sizes_bytes) == 1 else f"{name}.{k}" for k in range(len(sizes_bytes))]
         outputs = [
             self._tensor(n, self._storage(n, size, kind, pinned), len(self.operators))
             for n, size in zip(names, sizes_bytes, strict=True)
         ]
         self._operator(name, inputs, outputs, cost_ns, workspace_bytes, not_recomputable)
+        if overwrites:
+            written = tuple(self.tensors[t].storage for t in overwrites)
+            self.operators[-1] = replace(self.operators[-1], overwrites=written)
         return outputs
 
     def view(self, name: str, of: int, cost_ns: int = 0) -> int:

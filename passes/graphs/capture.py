@@ -15,7 +15,7 @@ what owns an operator's storage carries it as ``output_of``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -314,6 +314,7 @@ def capture(
     for node, kind in _constants(split, static_input_indices):
         builder.add_constant(node, kind)
     builder.forbid_rereading(_written_inputs(split))
+    builder.final_writes = dict(split.final_writes)
     for node in split.calls:
         mark(node, output_of=None)  # of a capture in another order
     for captured in operators:
@@ -367,9 +368,15 @@ def _constants(
 
 
 def _written_inputs(split: Split) -> list[fx.Node]:
-    """What the step writes into, in its graphs or after forward (running statistics)."""
+    """What the step writes into, in its graphs or after forward (running statistics).
+
+    Final writes are left out: there it is known from when on the old value is gone.
+    """
     in_graphs = [
-        split.owner(n) for node in split.calls if is_mutating(node) for n in mutated_arguments(node)
+        split.owner(n)
+        for node in split.calls
+        if is_mutating(node) and node not in split.final_writes
+        for n in mutated_arguments(node)
     ]
     return [*in_graphs, *split.updated_after_forward]
 
@@ -392,6 +399,7 @@ class _ProgramBuilder:
         self.storage_of: dict[fx.Node, int] = {}
         self.sharing: dict[object, list[fx.Node]] = {}  # by their storage: constants
         self.written: frozenset[int] = frozenset()
+        self.final_writes: dict[fx.Node, fx.Node] = {}
         self.returned = {split.owner(n) for n in split.user_outputs}
         self.gradients = {split.owner(n) for n in split.gradients}
 
@@ -454,6 +462,11 @@ class _ProgramBuilder:
                 cost_ns=cost_ns,
                 workspace_bytes=_unread_output_bytes(captured),
                 not_recomputable=not_recomputable,
+                overwrites=tuple(
+                    self.storage_of[self.final_writes[node]]
+                    for node in captured.nodes
+                    if node in self.final_writes
+                ),
             )
         )
 
@@ -502,11 +515,43 @@ class _ProgramBuilder:
                 replace(s, size_bytes=allocator.block_bytes(s.size_bytes)) for s in self.storages
             ),
             tuple(self.tensors),
-            tuple(self.operators),
+            _run_before_overwriting(self.operators, wanted),
             tuple(wanted),
             boundary,
             name=name,
         )
+
+
+def _run_before_overwriting(
+    operators: Sequence[Operator], returned: Collection[int]
+) -> tuple[Operator, ...]:
+    """The operators, where none is wanted again after what it reads has been overwritten.
+
+    A storage has one tensor here, with the same id.  Read backwards, it is known of each operator
+    by when the last of those has run that may want its outputs, computed again: its readers, and
+    theirs if they may run again.  If that is later than the write, it may run only once.  What is
+    ``returned`` is computed once, for it would be wanted until the end.
+    """
+    overwritten_at = {s: op.id for op in operators for s in op.overwrites}
+    if not overwritten_at:
+        return tuple(operators)
+    wanted_until: dict[int, int] = {}  # storage -> operator
+    found = list(operators)
+    for op in reversed(operators):
+        until = max((wanted_until.get(s, -1) for s in op.outputs), default=-1)
+        gone_at = min((overwritten_at.get(s, len(found)) for s in op.inputs), default=len(found))
+        reason = None
+        if until > gone_at:
+            reason = "it reads an input that is overwritten afterwards"
+        elif any(s in returned for s in op.outputs):
+            reason = "it is returned, after inputs have been overwritten"
+        if reason is not None and op.not_recomputable is None:
+            op = replace(op, not_recomputable=reason)
+            found[op.id] = op
+        latest = op.id if op.not_recomputable is not None else max(op.id, until)
+        for s in op.inputs:
+            wanted_until[s] = max(wanted_until.get(s, -1), latest)
+    return tuple(found)
 
 
 def _cost_ns(

@@ -158,6 +158,8 @@ class _Clustering:
         self.cluster_of: dict[fx.Node, int] = {}
         self.last_kernel = -1
         self.last_read = _last_reads(split)
+        self.old_value_readers = _old_value_readers(split)
+        self.writing: set[int] = set()  # clusters that the latest calls were writes of
 
     def run(self) -> dict[fx.Node, int]:
         """Cluster number of each FUSED node, and of each ITEM of one."""
@@ -169,6 +171,8 @@ class _Clustering:
                 source = node.args[0]
                 if source in self.cluster_of:
                     self.cluster_of[node] = self.cluster_of[source]  # type: ignore[index]
+            elif node in self.split.final_writes and self._joins_its_loop(node):
+                self._write(index, node)
             elif kind is Role.KERNEL:
                 self._kernel(index, node)
             elif kind is Role.FUSED:
@@ -181,6 +185,12 @@ class _Clustering:
             parent[c] = parent[parent[c]]
             c = parent[c]
         return c
+
+    def _end_writes(self) -> None:
+        """What comes after writes does not delay them."""
+        for c in self.writing:
+            self.clusters[self._find(c)].is_open = False
+        self.writing.clear()
 
     def _close_all(self) -> None:
         for cluster in self.clusters:
@@ -195,6 +205,7 @@ class _Clustering:
 
     def _kernel(self, index: int, node: fx.Node) -> None:
         """A kernel closes the clusters that it reads: their values are in memory by then."""
+        self._end_writes()
         self.last_kernel = index
         if is_mutating(node):
             # Loops that read the old value must not be delayed past the write.
@@ -203,8 +214,27 @@ class _Clustering:
         for source in self._fused_sources(read):
             self._close(source)
 
+    def _joins_its_loop(self, write: fx.Node) -> bool:
+        """Whether a new value is written by the loop that computes it."""
+        source = write.args[1]
+        return (
+            isinstance(source, fx.Node)
+            and source in self.cluster_of
+            and self.clusters[self._find(self.cluster_of[source])].is_open
+        )
+
+    def _write(self, index: int, node: fx.Node) -> None:
+        """A write joins the loop that computes its value; what reads the old one runs before."""
+        mine = self.cluster_of[node] = self._find(self.cluster_of[node.args[1]])  # type: ignore[index]
+        self.clusters[mine].runs_at = index
+        self.writing.add(mine)
+        for reader in self.old_value_readers[node]:
+            if reader in self.cluster_of and self._find(self.cluster_of[reader]) != mine:
+                self._close(reader)
+
     def _loop(self, index: int, node: fx.Node) -> None:
         """A loop joins the open clusters that it reads, and closes the others."""
+        self._end_writes()
         read, inlined = self.loads.of(node)
         mine = self._new_cluster(index, node)
         for source in self._fused_sources(read):
@@ -276,6 +306,15 @@ def _last_reads(split: Split) -> dict[fx.Node, int]:
     return last_read
 
 
+def _old_value_readers(split: Split) -> dict[fx.Node, list[fx.Node]]:
+    """For each final write, the calls that read what it overwrites."""
+    readers: dict[fx.Node, list[fx.Node]] = {target: [] for target in split.final_writes.values()}
+    for node in split.calls if readers else ():
+        for n in split.inputs_of(node):
+            readers.get(split.owner(n), []).append(node)
+    return {write: readers[target] for write, target in split.final_writes.items()}
+
+
 def _loop_numel(node: fx.Node) -> int:
     """Iterations of the loop nest that Inductor writes for a FUSED node."""
     # An embedding or an index reads few elements of a large table; a reduction reads all.
@@ -335,18 +374,27 @@ def _placed(
     for node, cluster in clusters.items():
         runs_at[cluster] = max(runs_at.get(cluster, -1), split.position[node])
     placed: list[tuple[int, int, CapturedOperator]] = []
+    writes: dict[int, list[fx.Node]] = {}
     next_cluster = len(split.calls)
     for position, node in enumerate(split.calls):
         if node in materialized:
             cluster = clusters[node]
             nodes = (*_cone_above(split, node, materialized), node)
             placed.append((runs_at[cluster], position, CapturedOperator(nodes, (node,), cluster)))
+        elif node in clusters and node in split.final_writes:
+            writes.setdefault(clusters[node], []).append(node)
         elif split.roles[node] is Role.KERNEL:
             elements = _elements(split, node) if is_sequence(node) else []
             nodes = (*_cone_above(split, node, materialized), node, *elements)
             outputs = _kernel_outputs(split, node, elements)
             placed.append((position, position, CapturedOperator(nodes, outputs, next_cluster)))
             next_cluster += 1
+    for cluster, copies in writes.items():
+        # One operator, the last of its cluster: none may read an old value after it.
+        cones = {n for copy in copies for n in _cone_above(split, copy, materialized)}
+        nodes = (*sorted(cones, key=split.position.__getitem__), *copies)
+        end = (runs_at[cluster], len(split.calls))
+        placed.append((*end, CapturedOperator(nodes, (), cluster)))
     placed.sort(key=lambda item: item[:2])
     return [item for _, _, item in placed]
 

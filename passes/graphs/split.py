@@ -13,6 +13,7 @@ from torch import fx
 
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.graphs.modules import calls_of, output_arguments, placeholders
+from dtrcompile.passes.graphs.writes import final_writes
 from dtrcompile.passes.nodes import (
     Role,
     is_mutating,
@@ -36,6 +37,7 @@ class Split:
         first_backward_call: index of the first of backward's; the number of calls for inference.
         position: index of each call.
         roles: what each call is.
+        final_writes: copies of new values into inputs that no call reads afterwards -> these.
         user_outputs, gradients: the tensors that forward returns to the user, and those that
             backward returns.
     """
@@ -48,6 +50,7 @@ class Split:
     first_backward_call: int
     position: Mapping[fx.Node, int]
     roles: Mapping[fx.Node, Role]
+    final_writes: Mapping[fx.Node, fx.Node]
     user_outputs: Sequence[fx.Node]
     gradients: Sequence[fx.Node]
 
@@ -80,6 +83,7 @@ class Split:
             len(forward_calls),
             {n: i for i, n in enumerate(calls)},
             {n: role(n) for n in calls},
+            final_writes(calls) if backward is None else {},
             _tensors(returned, same_value),
             [] if backward is None else _tensors(output_arguments(backward), same_value),
         )

@@ -61,6 +61,7 @@ def to_json(program: Program) -> str:
             "cost_ns": o.cost_ns,
             **({"workspace_bytes": o.workspace_bytes} if o.workspace_bytes else {}),
             **({} if o.not_recomputable is None else {"not_recomputable": o.not_recomputable}),
+            **({"overwrites": o.overwrites} if o.overwrites else {}),
         }
         for o in program.operators
     )
@@ -131,6 +132,7 @@ def from_json(text: str) -> Program:
                 entry.get("cost_ns", int),
                 entry.get("workspace_bytes", int, default=0),
                 entry.get("not_recomputable", str, default=None),
+                entry.ids("overwrites", default=()),
             )
         )
     return Program(
@@ -170,8 +172,8 @@ class _Entry:
             raise ProgramError(f"{self.what}: {key!r} is {value!r:.60}, not of {kind.__name__}")
         return value
 
-    def ids(self, key: str) -> tuple[int, ...]:
-        values = self.get(key, list)
+    def ids(self, key: str, default: object = _REQUIRED) -> tuple[int, ...]:
+        values = self.get(key, list, default)
         for value in values:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ProgramError(f"{self.what}: {key!r} holds {value!r:.60}, not an id")

@@ -13,6 +13,7 @@ Memory rules, which `replay.replay` enforces:
 * freeing a storage undefines all its tensors; a view must then be made again by its operator;
 * forward outputs are resident from the boundary to the end, because the caller holds them;
   gradients (backward outputs) from their computation to the end;
+* once an operator has overwritten a constant (`Operator.overwrites`), nothing reads it any more;
 * what is *handed on* (`Storage.is_handed_on`) may be freed in backward: forward outputs that nobody
   holds any more when it begins, tangents that nobody else holds.
 """
@@ -97,6 +98,8 @@ class Operator:
         workspace_bytes: held only while it runs, beside inputs and outputs; negative, but no more
             than the outputs are, where these are written over inputs that nothing reads later.
         not_recomputable: why it may run only once, or None if it may run again.
+        overwrites: ids of the constant storages of which no other operator may read the value that
+            the program was given, once this one has run (a parameter that is updated).
     """
 
     id: int
@@ -107,6 +110,7 @@ class Operator:
     cost_ns: int
     workspace_bytes: int = 0
     not_recomputable: str | None = None
+    overwrites: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,8 @@ class Program:
         for o in self.operators:
             digest.update(
                 f"o {o.phase.value} {o.inputs} {o.outputs} {o.cost_ns} {o.workspace_bytes}"
-                f" {o.not_recomputable is not None}\n".encode()
+                f" {o.not_recomputable is not None}"
+                f"{f' {o.overwrites}' if o.overwrites else ''}\n".encode()
             )
         digest.update(f"{self.outputs} {self.boundary}".encode())
         return digest.hexdigest()[:16]
@@ -264,6 +269,7 @@ def _check(program: Program) -> None:
             fail(f"storage {storage.name!r} has no tensor")
 
     produced: dict[int, int] = {}
+    overwritten: dict[int, str] = {}
     for op in program.operators:
         if op.cost_ns < 0:
             fail(f"operator {op.name!r} has a negative cost")
@@ -280,6 +286,11 @@ def _check(program: Program) -> None:
             tensor = program.tensors[t]
             if tensor.producer is not None and t not in produced:
                 fail(f"operator {op.name!r} reads {tensor.name!r} before it is computed")
+            if tensor.storage in overwritten:
+                fail(
+                    f"operator {op.name!r} reads {tensor.name!r}, which"
+                    f" {overwritten[tensor.storage]!r} has overwritten"
+                )
             if (
                 program.storages[tensor.storage].kind is StorageKind.TANGENT
                 and op.phase is Phase.FORWARD
@@ -295,6 +306,12 @@ def _check(program: Program) -> None:
             is_root = program.root_tensor[program.tensors[t].storage] == t
             if not is_root and program.tensors[t].storage not in input_storages:
                 fail(f"operator {op.name!r} makes a view of a storage that it does not read")
+        for s in op.overwrites:
+            if not 0 <= s < len(program.storages) or not program.storages[s].is_constant:
+                fail(f"operator {op.name!r} overwrites {s}, which is no constant storage")
+            if op.not_recomputable is None:
+                fail(f"operator {op.name!r} overwrites a constant, so it may run only once")
+            overwritten[s] = op.name
         made = {program.tensors[t].storage for t in op.outputs} - input_storages
         if op.workspace_bytes < -sum(program.storages[s].size_bytes for s in made):
             fail(f"operator {op.name!r} has a negative workspace, beyond what it writes")

@@ -141,6 +141,7 @@ class _Replay:
         self.live_bytes = sum(program.storages[s].size_bytes for s in self.resident)
         self.runs: Counter[int] = Counter()
         self.last_once_operator = -1
+        self.overwritten: set[int] = set()  # constants of which the given value is gone
         self.saved: frozenset[int] = frozenset()
         self.last_reader = {s.id: max(program.readers[s.id], default=-1) for s in program.storages}
 
@@ -270,6 +271,10 @@ class _Replay:
         for t in op.inputs:
             if t not in self.defined:
                 raise self.fail(f"{op.name!r} reads {program.tensors[t].name!r}, not in memory")
+            if program.tensors[t].storage in self.overwritten:
+                name = program.tensors[t].name
+                raise self.fail(f"{op.name!r} reads {name!r}, which was overwritten before")
+        self.overwritten.update(op.overwrites)
         if self.clock is not None:
             self.clock.wait_for(program.tensors[t].storage for t in op.inputs)
             self.clock.run(op.cost_ns)

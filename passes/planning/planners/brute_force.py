@@ -126,6 +126,16 @@ class _Search:
         self.once = _mask(op.id for op in program.operators if op.not_recomputable is not None)
         self.forward = _mask(op.id for op in program.operators if op.phase is Phase.FORWARD)
         self.inputs = [_mask(op.inputs) for op in program.operators]
+        overwriters: dict[int, list[int]] = {}
+        for op in program.operators:
+            for s in op.overwrites:
+                overwriters.setdefault(s, []).append(op.id)
+        # For each operator, those that overwrite what it reads.
+        self.overwriters = [
+            _mask(o for t in op.inputs for o in overwriters.get(program.tensors[t].storage, ()))
+            & ~(1 << op.id)
+            for op in program.operators
+        ]
         self.outputs = [_mask(op.outputs) for op in program.operators]
         self.tensors_of = [_mask(ts) for ts in program.tensors_of]
         self.end = _mask(program.outputs)
@@ -226,6 +236,8 @@ class _Search:
     def may_run(self, state: _State, o: int) -> bool:
         """Whether the referee lets operator ``o`` run, and it does something."""
         has_run = state.done >> o & 1
+        if state.done & self.overwriters[o]:
+            return False
         is_forward = self.forward >> o & 1
         if self.inputs[o] & ~state.defined or (has_run and not self.outputs[o] & ~state.defined):
             return False
