@@ -24,6 +24,7 @@ from dtrcompile.passes.errors import (
     ProgramError,
     ProgramTooLargeError,
     TimeLimitError,
+    UnsupportedOptimizerError,
     UnsupportedPlanError,
     UnsupportedTorchError,
     VerificationError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from dtrcompile.largest_size import Largest, SizePoint, largest
     from dtrcompile.outside.watching import Watch, watch
     from dtrcompile.steps.budgeted import set_budget
+    from dtrcompile.whole_step.train_step import TrainStep, train_step
 
 __version__ = "0.1.0"
 
@@ -47,9 +49,11 @@ _WITH_TORCH = {
     "sweep": "forecast",
     "Largest": "largest_size",
     "SizePoint": "largest_size",
+    "TrainStep": "whole_step.train_step",
     "Watch": "outside.watching",
     "largest": "largest_size",
     "set_budget": "steps.budgeted",
+    "train_step": "whole_step.train_step",
     "watch": "outside.watching",
 }
 
@@ -79,6 +83,8 @@ __all__ = [
     "SizePoint",
     "Sweep",
     "TimeLimitError",
+    "TrainStep",
+    "UnsupportedOptimizerError",
     "UnsupportedPlanError",
     "UnsupportedTorchError",
     "VerificationError",
@@ -93,5 +99,6 @@ __all__ = [
     "set_budget",
     "set_defaults",
     "sweep",
+    "train_step",
     "watch",
 ]

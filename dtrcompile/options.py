@@ -347,6 +347,8 @@ class Options:
             range of sizes.
         chunking: large values may be computed in chunks where a training step does not fit
             otherwise, or would cost more.
+        whole_step: each graph without a backward is a whole training step, the optimizer's update
+            included.  `dtrcompile.train_step` sets it.
     """
 
     budget: Budget = _AUTO
@@ -363,6 +365,7 @@ class Options:
     several_graphs: bool = False
     most_plans: int = 4
     chunking: bool = True
+    whole_step: bool = False
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None = None) -> Options:
@@ -579,7 +582,7 @@ def _from_environment(without: Iterable[str]) -> dict[str, Any]:
 def _value_of(option: str, text: str, what: str) -> object:
     """The Python value that the text of an environment variable stands for."""
     match option:
-        case "verify" | "several_graphs" | "chunking":
+        case "verify" | "several_graphs" | "chunking" | "whole_step":
             words = {"1": True, "true": True, "yes": True, "on": True}
             words |= {"0": False, "false": False, "no": False, "off": False}
             if text.lower() not in words:
@@ -634,7 +637,7 @@ def _parsed(name: str, value: Any, what: str) -> Any:
             return _parse_name(value, name, what, COMPILERS)
         case "inductor":
             return _parse_inductor(value, what)
-        case "verify" | "several_graphs" | "chunking":
+        case "verify" | "several_graphs" | "chunking" | "whole_step":
             if not isinstance(value, bool):
                 raise OptionError(
                     f"{what} must be True or False, not {_show(value)}"

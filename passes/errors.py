@@ -191,6 +191,26 @@ class UnknownOptimizerError(DTRError):
         return UnknownOptimizerError, (self.optimizer, self.reason)
 
 
+class UnsupportedOptimizerError(DTRError):
+    """An optimizer's update cannot be part of a graph (`dtrcompile.train_step`).
+
+    Attributes:
+        optimizer: name of the optimizer's class.
+        reason: why not.
+    """
+
+    def __init__(self, optimizer: str, reason: str) -> None:
+        self.optimizer, self.reason = optimizer, reason
+        super().__init__(
+            f"the update of {optimizer} cannot be part of the training step's graph: {reason}."
+            ' Train in a loop of your own with torch.compile(model, backend="dtr"); there,'
+            ' options={"optimizer": optimizer} counts its memory.'
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return UnsupportedOptimizerError, (self.optimizer, self.reason)
+
+
 class MissingExtraError(DTRError):
     """An optional dependency is not installed."""
 

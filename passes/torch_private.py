@@ -20,6 +20,7 @@ from dtrcompile.passes.releases import require_supported
 require_supported(torch.__version__, os.environ)
 # --- what Dynamo does not put into a graph --------------------------------------------------------
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import mark_static_address
 from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._dynamo.convert_frame import output_codes

@@ -33,7 +33,7 @@ from dtrcompile.passes.graphs.sources import place_of
 
 log = logging.getLogger("dtrcompile")
 
-Split = tuple[fx.GraphModule, fx.GraphModule]
+Split = tuple[fx.GraphModule, fx.GraphModule | None]
 
 
 @dataclass
@@ -50,7 +50,7 @@ class ChunkedSteps:
 
     joint: fx.GraphModule
     split: Callable[[fx.GraphModule], Split]
-    capture: Callable[[fx.GraphModule, fx.GraphModule], Captured]
+    capture: Callable[[fx.GraphModule, fx.GraphModule | None], Captured]
     make_fitter: Callable[[Captured], Fitter]
     n_outputs: int
     _made: dict[tuple[tuple[str, ...], int], ChunkedStep | None] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from dtrcompile.passes.fitting.progress import CAPTURE
 from dtrcompile.passes.graphs.capture import Captured, capture
 from dtrcompile.passes.graphs.modules import output_arguments
 from dtrcompile.passes.graphs.sources import places_of
+from dtrcompile.passes.graphs.writes import with_early_writes
 from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.program.sizes import at_sizes
@@ -80,14 +81,23 @@ def plan_inference(session: Session, gm: fx.GraphModule) -> fx.GraphModule:
     static: Sequence[int] = ()
     if context is not None and context.fw_metadata is not None:
         static = context.fw_metadata.static_input_indices or ()
+    joint = None
+    if session.options.whole_step:
+        joint = Joint(gm, _as_one_graph)
+        gm = with_early_writes(gm)
     outcome = plan_step(
         session,
         gm,
         None,
         num_fwd_outputs=len(output_arguments(gm)),
         static_input_indices=static,
+        joint=joint,
     )
     return gm if outcome.chosen is None else outcome.chosen.emitted.forward
+
+
+def _as_one_graph(gm: fx.GraphModule) -> Split:
+    return with_early_writes(gm), None
 
 
 def _plan_at_sizes(

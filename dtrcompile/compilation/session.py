@@ -138,7 +138,7 @@ class Session:
 
     def limits(self, baseline: Measured) -> Limits:
         """What the plan has to keep to, where the default split holds ``baseline``."""
-        trains = baseline.backward_peak_bytes > 0
+        trains = baseline.backward_peak_bytes > 0 or self.options.whole_step
         waits = self.step_peak.has_to_wait(self.options, trains=trains)
         if trains:
             self.know_around(self.around_bytes)

@@ -1,0 +1,1 @@
+"""A training step as one graph, the optimizer's update included."""
