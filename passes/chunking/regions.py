@@ -171,11 +171,13 @@ class _Finder:
     def region_of(self, inside: set[fx.Node]) -> Region:
         shape = shape_of(self.seed)
         assert shape is not None
+        # All elements of a sequence are inside, since nothing outside can be given the sequence.
+        read = self.large | {n for n in inside if is_sequence(n)}
         return Region(
             self.seed,
             self.roots[self.seed].number(shape),
             {n: rows for n, rows in self.cut.items() if n in inside},
-            {n: cuts for n, cuts in self.totals.items() if self.large & set(cuts)},
+            {n: cuts for n, cuts in self.totals.items() if read & set(cuts)},
         )
 
     def follow_rows(self) -> None:

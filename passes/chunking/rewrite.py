@@ -293,6 +293,5 @@ def _layout(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 def _fake_mode(node: fx.Node) -> Any:
     val = value(node)
-    val = val[0] if isinstance(val, (tuple, list)) else val
-    assert isinstance(val, FakeTensor)
-    return val.fake_mode
+    tensors = val if isinstance(val, (tuple, list)) else [val]
+    return next(t.fake_mode for t in tensors if isinstance(t, FakeTensor))

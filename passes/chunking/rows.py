@@ -58,6 +58,9 @@ class Rows:
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     """Of a tensor, or of the first of several; None for anything else, and for symbolic sizes."""
+    if packet(node) is aten.convolution_backward:
+        # The first is the gradient of its input, which is None where nothing asks for it.
+        _, node, *_ = node.args  # type: ignore[assignment]
     val = value(node)
     if isinstance(val, (tuple, list)) and val:
         val = val[0]
@@ -457,15 +460,98 @@ class _Product(Rule):
         return inner if is_inner and not self._first else None
 
 
-class _Item(Rule):
-    """One of the tensors that an operator returns, all of the same rows."""
+class _Samples(Rule):
+    """What treats each sample of a batch, which its first dimension counts, by itself.
+
+    Args:
+        places: the positions of the arguments that are batches.
+        size_place: the position of the argument that is the size of the result, batch included.
+    """
+
+    def __init__(self, *places: int, size_place: int | None = None) -> None:
+        self._places = places
+        self._size_place = size_place
 
     def result(self, node: fx.Node, operand: fx.Node, rows: Rows) -> Rows | None:
-        return rows if _shape(node) == _shape(operand) else None
+        return rows if operand in (self.operands(node, rows) or ()) else None
+
+    def operands(self, node: fx.Node, rows: Rows) -> Cuts | None:
+        batches = [node.args[place] for place in self._places]
+        whole: list[fx.Node] = []
+        fx.map_arg([a for i, a in enumerate(node.args) if i not in self._places], whole.append)
+        is_read_whole = not set(batches).isdisjoint(whole)
+        return None if rows != Rows(0) or is_read_whole else dict.fromkeys(batches, rows)
+
+    def write(self, node: fx.Node, rows: Rows | None, chunk: Chunk) -> fx.Node:
+        if self._size_place is None:
+            return super().write(node, rows, chunk)
+        args = list(chunk.mapped(node.args))
+        args[self._size_place] = [chunk.n_rows, *args[self._size_place][1:]]
+        return chunk.call(node.target, *args, **node.kwargs)  # type: ignore[arg-type]
+
+
+class _Index(_Samples):
+    """Elements of each sample by indices along consecutive dimensions, as resampling has them."""
+
+    def operands(self, node: fx.Node, rows: Rows) -> Cuts | None:
+        # Where they are not consecutive, the dimensions of the indices come first in the result.
+        indexed = _indexed(node)
+        is_behind = bool(indexed) and indexed == list(range(max(1, indexed[0]), indexed[-1] + 1))
+        return super().operands(node, rows) if is_behind else None
+
+
+class _IndexPut(_Index):
+    """Writes such elements, which have to be there for each index: none is broadcast."""
+
+    def operands(self, node: fx.Node, rows: Rows) -> Cuts | None:
+        cuts = super().operands(node, rows)
+        if cuts is None:
+            return None
+        into, indices, values = node.args[:3]
+        assert isinstance(into, fx.Node) and isinstance(values, fx.Node)
+        indexed, shape = _indexed(node), _shape(into)
+        shapes = [_shape(i) for i in indices if isinstance(i, fx.Node)]  # type: ignore[union-attr]
+        inside = torch.broadcast_shapes(*shapes)
+        whole = (*shape[: indexed[0]], *inside, *shape[indexed[-1] + 1 :])
+        return cuts if _shape(values) == whole else None
+
+
+def _indexed(node: fx.Node) -> list[int]:
+    """The dimensions that have indices."""
+    indices = node.args[1]
+    assert isinstance(indices, (tuple, list))
+    return [d for d, index in enumerate(indices) if index is not None]
+
+
+class _Pad(_Samples):
+    """More elements around, along some of the last dimensions."""
+
+    def operands(self, node: fx.Node, rows: Rows) -> Cuts | None:
+        amounts = node.args[1]  # two for each dimension, from the last one on
+        assert isinstance(amounts, (tuple, list))
+        return super().operands(node, rows) if len(amounts) // 2 < len(_shape(node)) else None
+
+
+class _Item(Rule):
+    """One of the tensors that an operator returns: its rows, or a sum over them."""
+
+    def result(self, node: fx.Node, operand: fx.Node, rows: Rows) -> Rows | None:
+        is_same = _shape(node) == _shape(operand) and not _is_weight_gradient(node)
+        return rows if is_same else None
 
     def operands(self, node: fx.Node, rows: Rows) -> Cuts | None:
         (operand,) = node.all_input_nodes
-        return {operand: rows} if _shape(node) == _shape(operand) else None
+        return None if self.result(node, operand, rows) is None else {operand: rows}
+
+    def totals(self, node: fx.Node, operand: fx.Node, rows: Rows) -> Cuts | None:
+        return {operand: rows} if _is_weight_gradient(node) else None
+
+
+def _is_weight_gradient(node: fx.Node) -> bool:
+    """Whether an item is the gradient of a convolution's weight or bias, which samples share."""
+    source, index = node.args
+    assert isinstance(source, fx.Node)
+    return packet(source) is aten.convolution_backward and index in (1, 2)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -505,6 +591,21 @@ _RULES: dict[object, Rule] = {
     aten.addmm: _Product(is_added=True),
     aten.bmm: _Product(is_batch=True),
     aten.baddbmm: _Product(is_batch=True, is_added=True),
+    aten.convolution: _Samples(0),
+    aten.convolution_backward: _Samples(0, 1),
+    **dict.fromkeys((aten.avg_pool2d, aten.avg_pool3d, aten._adaptive_avg_pool2d), _Samples(0)),
+    **dict.fromkeys((aten.avg_pool2d_backward, aten.avg_pool3d_backward), _Samples(0, 1)),
+    aten._adaptive_avg_pool2d_backward: _Samples(0, 1),
+    aten.max_pool2d_with_indices: _Samples(0),
+    prims._low_memory_max_pool_with_offsets: _Samples(0),
+    prims._low_memory_max_pool_offsets_to_indices: _Samples(0),
+    **dict.fromkeys((aten.upsample_bilinear2d, aten.upsample_bicubic2d), _Samples(0)),
+    aten.upsample_nearest2d_backward: _Samples(0, size_place=2),
+    aten.upsample_bilinear2d_backward: _Samples(0, size_place=2),
+    aten.upsample_bicubic2d_backward: _Samples(0, size_place=2),
+    aten.constant_pad_nd: _Pad(0),
+    **dict.fromkeys((aten.index, aten._unsafe_index), _Index(0)),
+    **dict.fromkeys((aten.index_put, aten._unsafe_index_put), _IndexPut(0, 2)),
 }
 
 

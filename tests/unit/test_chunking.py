@@ -37,7 +37,9 @@ def joint_of(step: Step, *inputs: Tensor) -> fx.GraphModule:
 
 def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     pure = torch.func.functionalize(function)
-    return make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+    gm = make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+    gm.graph.eliminate_dead_code()
+    return gm
 
 
 def regions_in(gm: fx.GraphModule, least_bytes: int) -> list[Region]:
@@ -206,6 +208,205 @@ def test_values_of_several_layers_in_chunks() -> None:
     regions = regions_in(gm, 20 * 16 * WIDTH * 8)
     assert len(regions) == 3
     assert_same(gm, in_chunks(gm, regions, 4), (x, up, down), 1e-9)
+
+
+def images() -> tuple[Tensor, Tensor, Tensor]:
+    """Six images, and the weights of two convolutions."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, 8, 8, dtype=torch.float64)
+    up = torch.randn(16, 3, 3, 3, dtype=torch.float64)
+    return x, up, torch.randn(16, 16, 3, 3, dtype=torch.float64)
+
+
+IMAGE_BYTES = 6 * 16 * 8 * 8 * 8  # what the first convolution makes
+
+
+def convolutions(x: Tensor, up: Tensor, again: Tensor) -> Tensor:
+    h = F.silu(F.group_norm(F.conv2d(x, up, padding=1), 4))
+    return F.conv2d(h, again, padding=1, bias=again[0, :, 0, 0]).square().mean()
+
+
+def pooled(x: Tensor, up: Tensor, again: Tensor) -> Tensor:
+    h = F.avg_pool2d(F.gelu(F.conv2d(x, up, padding=1)), 2)
+    h = F.pad(F.interpolate(h, scale_factor=2), (1, 1, 1, 1))
+    return F.conv2d(h, again).tanh().sum()
+
+
+def of_the_first_layer(_x: Tensor, up: Tensor, again: Tensor) -> Tensor:
+    constant = torch.ones(6, 3, 8, 8, dtype=torch.float64)  # has no gradient
+    return F.conv2d(F.relu(F.conv2d(constant, up, padding=1)), again).square().sum()
+
+
+def frozen(x: Tensor, up: Tensor, again: Tensor) -> Tensor:
+    h = F.conv2d(x, up.detach(), padding=1)
+    return F.conv2d(h.sin(), again.detach(), again[0, :, 0, 0]).square().sum()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("step", [convolutions, pooled, of_the_first_layer, frozen])
+def test_images_in_chunks_of_samples(step: Step, memory_format: torch.memory_format) -> None:
+    x, up, again = (t.contiguous(memory_format=memory_format) for t in images())
+    gm = joint_of(step, x, up, again)
+    regions = regions_in(gm, IMAGE_BYTES)
+    assert regions and all(region.n_rows == 6 for region in regions)
+    other = in_chunks(gm, regions, 3)
+    assert_same(gm, other, (x, up, again), 1e-9)
+    assert largest_bytes(other) < largest_bytes(gm)
+
+
+def _strided(h: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(h, w, w[:, 0, 0, 0], stride=2, padding=1)
+
+
+def _dilated(h: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(h, w, dilation=2, padding=2)
+
+
+def _grouped(h: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(h, w[:, :4], groups=4, padding=1)
+
+
+def _of_each_channel(h: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(h, w[:, :1], groups=16, padding=1)
+
+
+def _transposed(h: Tensor, w: Tensor) -> Tensor:
+    bias = w[:8, 0, 0, 0]
+    return F.conv_transpose2d(h, w[:, :4], bias, stride=2, output_padding=1, groups=2)
+
+
+def _of_lines(h: Tensor, w: Tensor) -> Tensor:
+    return F.conv1d(h.flatten(2), w[:, :, 0], padding=1)
+
+
+def _of_volumes(h: Tensor, w: Tensor) -> Tensor:
+    volume = F.conv3d(h.unflatten(2, (2, 4)), w.unsqueeze(2), padding=(0, 1, 1))
+    return F.avg_pool3d(volume, 2, 1)
+
+
+def _averaged(h: Tensor, _w: Tensor) -> Tensor:
+    return F.avg_pool2d(h, 3, 2, 1, ceil_mode=True, count_include_pad=False)
+
+
+def _averaged_to_size(h: Tensor, _w: Tensor) -> Tensor:
+    return F.adaptive_avg_pool2d(h, (5, 3))
+
+
+def _bilinear(h: Tensor, _w: Tensor) -> Tensor:
+    return F.interpolate(h, size=(9, 13), mode="bilinear", align_corners=True)
+
+
+def _bicubic(h: Tensor, _w: Tensor) -> Tensor:
+    return F.interpolate(h, scale_factor=2, mode="bicubic")
+
+
+def _indexed(h: Tensor, _w: Tensor) -> Tensor:
+    twice = torch.arange(16) // 2  # its gradient writes two values into each place
+    return h[:, :, twice.unsqueeze(-1), twice][:, torch.tensor([3, 1, 3])]
+
+
+def _cropped(h: Tensor, _w: Tensor) -> Tensor:
+    return F.pad(h, (-1, 2, 0, -1, 1, 0), value=0.5)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        _strided,
+        _dilated,
+        _grouped,
+        _of_each_channel,
+        _transposed,
+        _of_lines,
+        _of_volumes,
+        _averaged,
+        _averaged_to_size,
+        _bilinear,
+        _bicubic,
+        _indexed,
+        _cropped,
+    ],
+)
+def test_operators_on_images_in_chunks(operator: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def step(x: Tensor, up: Tensor, again: Tensor) -> Tensor:
+        return operator(F.conv2d(x, up, padding=1).sin(), again).square().mean()
+
+    inputs = images()
+    gm = joint_of(step, *inputs)
+    regions = regions_in(gm, IMAGE_BYTES)
+    assert regions and all(region.n_rows == 6 for region in regions)
+    other = in_chunks(gm, regions, 3)
+    assert_same(gm, other, inputs, 1e-9)
+    assert largest_bytes(other) < largest_bytes(gm)
+
+
+def test_max_pooling_in_chunks() -> None:
+    """Its gradient is scattered into one value of all samples and channels, which stays whole."""
+
+    def step(x: Tensor, up: Tensor, again: Tensor) -> Tensor:
+        h = F.max_pool2d(F.relu(F.conv2d(x, up, padding=1)), 3, 2, 1)
+        return F.conv2d(h, again).square().mean()
+
+    inputs = images()
+    gm = joint_of(step, *inputs)
+    regions = regions_in(gm, IMAGE_BYTES)
+    assert any("max_pool" in node.name for region in regions for node in region.rows)
+    assert_same(gm, in_chunks(gm, regions, 3), inputs, 1e-9)
+
+
+def test_places_of_images_in_chunks() -> None:
+    """A product of matrices has all places of all images as rows, a convolution only images."""
+
+    def step(x: Tensor, up: Tensor, again: Tensor) -> Tensor:
+        h = F.conv2d(x, up, padding=1)
+        wide = again.flatten(1).T  # nine times as wide
+        y = F.gelu(F.linear(F.layer_norm(h.permute(0, 2, 3, 1), (16,)), wide))
+        return (h + F.linear(y, wide.T).permute(0, 3, 1, 2)).square().mean()
+
+    inputs = images()
+    gm = joint_of(step, *inputs)
+    regions = regions_in(gm, 9 * IMAGE_BYTES)
+    assert [region.n_rows for region in regions] == [6 * 8 * 8]
+    assert_same(gm, in_chunks(gm, regions, 4), inputs, 1e-9)
+    for region in regions_in(gm, IMAGE_BYTES):
+        assert_same(gm, in_chunks(gm, [region], 4), inputs, 1e-9)
+
+
+put = torch.ops.aten.index_put
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda h: F.pad(h, (0, 0, 0, 0, 0, 0, 1, 1)),
+        lambda h: h[:, torch.tensor([0, 1]), :, torch.tensor([2, 3])],
+        lambda h: h[torch.tensor([0, 2, 1, 1, 1, 1])],
+        lambda h: put(h, [None, torch.tensor([1, 2])], h[0, :2], True),
+        lambda h: put(h, [None, torch.tensor([1, 2])], h[:1, :2]),
+        lambda h: F.conv2d(h, h[:2]),
+        lambda h: h.flip(0) * h,
+    ],
+)
+def test_what_mixes_samples_is_not_cut(operator: Callable[[Tensor], Tensor]) -> None:
+    def step(x: Tensor, up: Tensor) -> Tensor:
+        return operator(F.conv2d(x, up, padding=1)).square().sum()
+
+    x, up, _ = images()
+    gm = joint_of(step, x, up)
+    for region in regions_in(gm, IMAGE_BYTES // 8):
+        assert_same(gm, in_chunks(gm, [region], 3), (x, up), 1e-9)
+
+
+def test_samples_that_are_normalized_together_stay_together() -> None:
+    def step(x: Tensor, up: Tensor, again: Tensor) -> Tensor:
+        h = F.batch_norm(F.conv2d(x, up, padding=1), None, None, training=True)
+        return F.conv2d(F.relu(h), again).square().mean()
+
+    inputs = images()
+    gm = joint_of(step, *inputs)
+    for region in regions_in(gm, IMAGE_BYTES // 2):
+        assert not any(packet(n) is torch.ops.aten.var_mean for n in region.rows)
+        assert_same(gm, in_chunks(gm, [region], 3), inputs, 1e-9)
 
 
 def refusal(step: Step, *inputs: Tensor) -> Refused:
