@@ -20,13 +20,18 @@ from dtrcompile.passes.fitting.inductor_model import InductorModel
 from dtrcompile.passes.fitting.progress import CAPTURE
 from dtrcompile.passes.graphs.capture import Captured, capture
 from dtrcompile.passes.graphs.modules import output_arguments
+from dtrcompile.passes.graphs.one_graph import split_and_joined
 from dtrcompile.passes.graphs.sources import places_of
 from dtrcompile.passes.graphs.writes import with_early_writes
 from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.program.sizes import at_sizes
 from dtrcompile.passes.target.tracing import not_traced
-from dtrcompile.passes.torch_private import TracingContext, dynamo_timed
+from dtrcompile.passes.torch_private import (
+    TracingContext,
+    dynamo_timed,
+    min_cut_rematerialization_partition,
+)
 from dtrcompile.progress import showing
 from dtrcompile.steps.planned import around_bytes
 
@@ -83,8 +88,9 @@ def plan_inference(session: Session, gm: fx.GraphModule) -> fx.GraphModule:
         static = context.fw_metadata.static_input_indices or ()
     joint = None
     if session.options.whole_step:
-        joint = Joint(gm, _as_one_graph)
-        gm = with_early_writes(gm)
+        split = functools.partial(_split_whole_step, static=static)
+        joint = Joint(gm, split)
+        gm = split(gm)[0]
     outcome = plan_step(
         session,
         gm,
@@ -96,8 +102,19 @@ def plan_inference(session: Session, gm: fx.GraphModule) -> fx.GraphModule:
     return gm if outcome.chosen is None else outcome.chosen.emitted.forward
 
 
-def _as_one_graph(gm: fx.GraphModule) -> Split:
-    return with_early_writes(gm), None
+def _split_whole_step(gm: fx.GraphModule, static: Sequence[int]) -> Split:
+    """What is compiled for a whole training step."""
+
+    def partition(pure: fx.GraphModule, n_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        found: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(
+            pure,
+            None,
+            num_fwd_outputs=n_outputs,
+            static_lifetime_input_indices=list(static),
+        )
+        return found
+
+    return with_early_writes(split_and_joined(gm, partition)), None
 
 
 def _plan_at_sizes(

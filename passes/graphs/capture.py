@@ -15,7 +15,7 @@ what owns an operator's storage carries it as ``output_of``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -527,31 +527,69 @@ def _run_before_overwriting(
 ) -> tuple[Operator, ...]:
     """The operators, where none is wanted again after what it reads has been overwritten.
 
-    A storage has one tensor here, with the same id.  Read backwards, it is known of each operator
-    by when the last of those has run that may want its outputs, computed again: its readers, and
-    theirs if they may run again.  If that is later than the write, it may run only once.  What is
-    ``returned`` is computed once, for it would be wanted until the end.
+    A storage has one tensor here, with the same id.  Of each operator it is known until when it
+    could run again (until a write of what it reads, or of what operators before it read that would
+    have to run again for it), and until when its outputs may be wanted (by its readers, and as long
+    as these are wanted if they may run again).  Where the second is later than the first, somewhere
+    on the way an operator may run only once.  It is the latest, which is one of backward: what is
+    worth computing again are forward's values.
+
+    Args:
+        returned: storages that are wanted until the end, so that what makes them runs once.
     """
     overwritten_at = {s: op.id for op in operators for s in op.overwrites}
     if not overwritten_at:
         return tuple(operators)
-    wanted_until: dict[int, int] = {}  # storage -> operator
-    found = list(operators)
-    for op in reversed(operators):
-        until = max((wanted_until.get(s, -1) for s in op.outputs), default=-1)
-        gone_at = min((overwritten_at.get(s, len(found)) for s in op.inputs), default=len(found))
-        reason = None
-        if until > gone_at:
-            reason = "it reads an input that is overwritten afterwards"
-        elif any(s in returned for s in op.outputs):
-            reason = "it is returned, after inputs have been overwritten"
-        if reason is not None and op.not_recomputable is None:
-            op = replace(op, not_recomputable=reason)
-            found[op.id] = op
-        latest = op.id if op.not_recomputable is not None else max(op.id, until)
+    end = len(operators)
+    reason = "it reads an input that is overwritten afterwards"
+    found = [
+        replace(op, not_recomputable="it is returned, after inputs have been overwritten")
+        if op.not_recomputable is None and any(s in returned for s in op.outputs)
+        else op
+        for op in operators
+    ]
+    possible = _possible_until(found, overwritten_at)
+    wanted = [end] * end
+    of_storage: dict[int, int] = {}
+    for op in reversed(found):
+        wanted[op.id] = max((of_storage.get(s, -1) for s in op.outputs), default=-1)
+        if op.not_recomputable is None and wanted[op.id] > possible[op.id]:
+            op = found[op.id] = replace(op, not_recomputable=reason)
+        until = op.id if op.not_recomputable is not None else max(op.id, wanted[op.id])
         for s in op.inputs:
-            wanted_until[s] = max(wanted_until.get(s, -1), latest)
+            of_storage[s] = max(of_storage.get(s, -1), until)
+    # With those operators, others need not run again for what follows, and may after all.
+    makers = {s: op.id for op in found for s in op.outputs}
+    for op in operators:
+        possible[op.id] = _possible(op, found, makers, possible, overwritten_at)
+        if found[op.id].not_recomputable == reason and wanted[op.id] <= possible[op.id]:
+            found[op.id] = op
     return tuple(found)
+
+
+def _possible_until(operators: Sequence[Operator], overwritten_at: Mapping[int, int]) -> list[int]:
+    makers = {s: op.id for op in operators for s in op.outputs}
+    possible: list[int] = []
+    for op in operators:
+        possible.append(_possible(op, operators, makers, possible, overwritten_at))
+    return possible
+
+
+def _possible(
+    op: Operator,
+    operators: Sequence[Operator],
+    makers: Mapping[int, int],
+    possible: Sequence[int],
+    overwritten_at: Mapping[int, int],
+) -> int:
+    """Until when an operator could run again; of its inputs' makers it is known."""
+    end = len(operators)
+    until = min((overwritten_at.get(s, end) for s in op.inputs), default=end)
+    for s in op.inputs:
+        maker = makers.get(s)
+        if maker is not None and operators[maker].not_recomputable is None:
+            until = min(until, possible[maker])
+    return until
 
 
 def _cost_ns(

@@ -112,8 +112,10 @@ def _order(calls: Sequence[fx.Node], writes: dict[fx.Node, fx.Node]) -> list[fx.
         if not bundle.awaits:
             add(bundle)
     for call in calls:
-        if call in own or call in writes:
+        if call in ordered or call in writes:
             continue
+        # What is computed for a write alone is not put off: a gradient takes the place of what it
+        # is computed from.
         ordered[call] = None
         for bundle in waiting.get(call, ()):
             bundle.awaits.remove(call)
