@@ -328,7 +328,8 @@ class SharedGraph:
         elif self.state is GraphState.OUTDATED and not options.is_whole_peak:
             self._hold_provisionally()
         is_outdated = self.state is GraphState.OUTDATED
-        if is_outdated and self.assignment.beside != self.code.assignment.beside:
+        known = self.code.what_is_known()
+        if is_outdated and known is not None and self.assignment.beside != known.assignment.beside:
             self.code.change_assignment(self.assignment)
         self.values = values
         self._code_suits()

@@ -236,6 +236,20 @@ def test_a_budget_with_room_for_kept_gradients_is_compiled_once(
     assert "gradients kept from an earlier backward" in report.beside
 
 
+def test_a_report_counts_kept_gradients_in_the_calls_that_have_them() -> None:
+    """Whatever the code was compiled for: gradients come and go with accumulation."""
+    loop = Loop(OPTIMIZERS["SGD"], batch=64, budget="8MiB")
+    gradients = sum(p.numel() * 4 for p in loop.model.parameters())
+    promised = []
+    for _ in range(3):
+        loop.model.zero_grad()
+        for _ in range(3):
+            with dtrcompile.watch() as seen:
+                loop.loss_of(loop.batch).backward()
+            promised.append(seen.promised_bytes)
+    assert promised == 3 * [promised[0], promised[0] + gradients, promised[0] + gradients]
+
+
 def test_kept_gradients_without_room_are_refused_before_the_step_until_they_are_gone() -> None:
     smallest = Loop(OPTIMIZERS["SGD"], batch=256).compile().promised_peak_bytes
     loop = Loop(OPTIMIZERS["SGD"], batch=256, budget=smallest)
