@@ -35,15 +35,14 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def run(script: str, *arguments: str) -> str:
-    """What a script prints, on the eager executor: the recipes are not about kernels."""
+def run_example(script: str, *arguments: str, **variables: str) -> str:
+    """What a script prints, with these environment variables; fails if the script does."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        "DTRCOMPILE_COMPILER": "eager",
-        "DTRCOMPILE_RESERVE": "optimizer",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(EXAMPLES / script), *arguments],
@@ -54,6 +53,12 @@ def run(script: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def run(script: str, *arguments: str) -> str:
+    """What a script prints, on the eager executor: the recipes are not about kernels."""
+    variables = {"DTRCOMPILE_COMPILER": "eager", "DTRCOMPILE_RESERVE": "optimizer"}
+    return run_example(script, *arguments, **variables)
 
 
 @pytest.mark.slow

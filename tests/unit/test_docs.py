@@ -14,7 +14,7 @@ from dtrcompile.passes import errors
 from dtrcompile.passes.planning.heuristics import HEURISTICS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted((ROOT / "docs").glob("*.md")) + sorted(ROOT.glob("*.md"))
+DOCUMENTS = sorted((ROOT / "docs").rglob("*.md")) + sorted(ROOT.glob("*.md"))
 
 
 def read(name: str) -> str:
@@ -68,3 +68,8 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 def test_python_examples_are_python(path: Path) -> None:
     for example in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
         compile(example.replace("    ...\n", ""), path.name, "exec")
+
+
+def test_every_example_has_a_row() -> None:
+    rows = re.findall(r"^\| \[(\w+\.py)\]", read("docs/examples/README.md"), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(path.name for path in (ROOT / "docs/examples").glob("*.py"))
