@@ -73,3 +73,7 @@ def test_python_examples_are_python(path: Path) -> None:
 def test_every_example_has_a_row() -> None:
     rows = re.findall(r"^\| \[(\w+\.py)\]", read("docs/examples/README.md"), flags=re.MULTILINE)
     assert sorted(rows) == sorted(path.name for path in (ROOT / "docs/examples").glob("*.py"))
+
+
+def test_the_citation_names_this_version() -> None:
+    assert f"\nversion: {dtrcompile.__version__}\n" in read("CITATION.cff")
