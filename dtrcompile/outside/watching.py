@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dtrcompile.outside.uncompiled import is_users_code, told
 from dtrcompile.passes.errors import DTRError, format_bytes
+from dtrcompile.passes.graphs.storage_sizes import viewed_storages
 from dtrcompile.passes.torch_private import FakeTensor
 from dtrcompile.report import compilations
 
@@ -32,6 +33,7 @@ _BACKWARD = "CompiledFunctionBackward"
 _NO_OPERATORS = ("autograd::engine::", "Torch-Compiled Region", "ProfilerStep")
 _MAX_LINES = 12
 _KEPT = "gradients kept from before"
+_REST = "the rest of tensors of which a graph reads a part"
 
 
 class WatchedGraph(Protocol):
@@ -71,10 +73,10 @@ class Held:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a graph, and the storages of its arguments."""
+    """A call of a graph, and the storages of its arguments: address -> bytes that it reads."""
 
     graph: WatchedGraph
-    addresses: frozenset[int]
+    addresses: Mapping[int, int]
 
 
 class Watch:
@@ -225,10 +227,8 @@ _active = _Active()
 @contextlib.contextmanager
 def _region(graph: WatchedGraph, args: Sequence[Any]) -> Iterator[None]:
     assert _active.watch is not None
-    addresses = frozenset(
-        a.untyped_storage().data_ptr()
-        for a in args
-        if isinstance(a, torch.Tensor) and a.layout is torch.strided
+    addresses = viewed_storages(
+        a for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided
     )
     _active.watch.calls.append(_Call(graph, addresses))
     with record_function(f"{_REGION}{graph.serial}"):
@@ -319,13 +319,17 @@ class _Peak:
         self,
         before: Mapping[int, _There],
         before_bytes: int,
-        calls: Sequence[frozenset[int]],
+        calls: Sequence[Mapping[int, int]],
         promised: frozenset[str],
     ) -> None:
         self.promised = promised
         self.before = dict(before)
         self.unknown_bytes = before_bytes - sum(held.size_bytes for held in before.values())
-        self.counted = {a for addresses in calls for a in addresses if a in before}
+        self.counted: dict[int, int] = {}
+        for addresses in calls:
+            for address, size_bytes in addresses.items():
+                if address in before:
+                    self.counted[address] = max(size_bytes, self.counted.get(address, 0))
         self.calls = iter(calls)
         self.live: dict[int, tuple[Held, bool]] = {}
         self.regions: list[tuple[int, int]] = []
@@ -358,7 +362,7 @@ class _Peak:
     def count_inputs(self, event: Any) -> None:
         """A graph begins: its arguments, or the gradients that it is given, count from here on."""
         if event.name.startswith(_REGION):
-            addresses: Iterable[int] = next(self.calls, frozenset())
+            addresses: Iterable[int] = next(self.calls, {})
         else:
             inputs = event.extra_fields.inputs or ()
             addresses = [getattr(i, "storage_data_ptr", 0) for i in inputs]
@@ -405,8 +409,13 @@ class _Peak:
         before, live = self.at_peak
         sizes: Counter[tuple[str, str]] = Counter()
         for address, there in before.items():
-            if address not in self.counted and there.what not in self.promised:
+            if there.what in self.promised:
+                continue
+            counted_bytes = self.counted.get(address)
+            if counted_bytes is None:
                 sizes[there.what, "before the step"] += there.size_bytes
+            else:
+                sizes[_REST, "before the step"] += max(there.size_bytes - counted_bytes, 0)
         for held, is_inside in live.values():
             if not is_inside:
                 sizes[held.what, held.where] += held.size_bytes

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dtrcompile.outside.uncompiled import LossBytes
 from dtrcompile.passes.device.allocators import EXACT, Allocator
 from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
+from dtrcompile.passes.graphs.storage_sizes import viewed_storages
 from dtrcompile.passes.torch_private import FakeTensor, storage_use_count
 from dtrcompile.steps.autograd_nodes import PYTHONS_HOLD, are_unheld, saved_tensors, waits
 from dtrcompile.steps.planned import Planned
@@ -81,9 +82,11 @@ class Call(Generic[GraphT]):
         leaves = [a for a in args if isinstance(a, torch.Tensor) and a.is_leaf]
         parameters = [a for a in leaves if a.requires_grad]
         allocator = EXACT if graph.planned is None else graph.planned.allocator
-        inputs, accumulated, outputs = (
-            _storages(values, allocator) for values in (args, parameters, results)
-        )
+        inputs = {
+            address: allocator.block_bytes(size)
+            for address, size in viewed_storages(filter(is_counted, args)).items()
+        }
+        accumulated, outputs = (_storages(values, allocator) for values in (parameters, results))
         is_training = node is not None
         reference = weakref.ref(node) if is_training else None
         storages = [StorageWeakRef(r.untyped_storage()) if is_counted(r) else None for r in results]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import sympy
 import torch
@@ -27,6 +27,19 @@ def viewed_bytes(nodes: Sequence[fx.Node]) -> int:
         whole_bytes = max(hint(val.untyped_storage().nbytes()), size_bytes)
         size_bytes = min(size_bytes + extent_bytes(val), whole_bytes)
     return size_bytes
+
+
+def viewed_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address of a storage -> bytes of it that these tensors view: what they count as inputs.
+
+    The rest of the storage is the caller's: a batch may be a view of a whole data set.
+    """
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        found[address] = min(found.get(address, 0) + extent_bytes(tensor), storage.nbytes())
+    return found
 
 
 def allocated_bytes(node: fx.Node, same_value: Mapping[fx.Node, fx.Node]) -> int:

@@ -97,6 +97,23 @@ def test_what_was_there_before_the_step() -> None:
     assert held["parameters that no graph reads"] >= sum(p.nbytes for p in unread.parameters())
 
 
+def test_a_batch_that_is_a_part_of_a_data_set() -> None:
+    data = torch.randn(64, 256, 64)  # 4 MiB, batches of 64 KiB
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    compiled = compile_dtr(model, "1MiB")
+    for i in range(3):
+        model.zero_grad()
+        compiled(data[i]).square().mean().backward()
+    model.zero_grad()
+    with dtrcompile.watch() as seen:
+        compiled(data[3]).square().mean().backward()
+    assert seen.promised_bytes is not None
+    assert seen.promised_bytes < 1 << 20
+    assert seen.observed_bytes - seen.outside_bytes <= seen.promised_bytes
+    (rest,) = [h for h in seen.outside if "reads a part" in h.what]
+    assert rest.size_bytes == data.numel() * 4 - 256 * 64 * 4
+
+
 def test_a_model_that_is_not_compiled() -> None:
     model, x = Net(), torch.randn(ROWS, WIDTH)
     with dtrcompile.watch("cpu") as seen:
