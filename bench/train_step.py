@@ -129,6 +129,9 @@ def rows_of(
             bad.append(f"{what}: {error:.1e} from the plain loop after {_STEPS} steps")
         rows.append(row)
         calls[method] = found.step
+    for call in calls.values():  # the reset before the next one was built has them compiled anew
+        for _ in range(_STEPS):
+            call()
     times = interleaved_s(calls, rounds=rounds, device=torch.device("cpu"))
     for row in rows:
         row["step_s"] = times[row["method"]]
