@@ -327,10 +327,10 @@ class SharedGraph:
             self.code = self._chosen(values)
         elif self.state is GraphState.OUTDATED and not options.is_whole_peak:
             self._hold_provisionally()
-        is_outdated = self.state is GraphState.OUTDATED
-        known = self.code.what_is_known()
-        if is_outdated and known is not None and self.assignment.beside != known.assignment.beside:
-            self.code.change_assignment(self.assignment)
+        if self.state is GraphState.OUTDATED:
+            known = self.code.what_is_known()
+            if known is not None and self.assignment.beside != known.assignment.beside:
+                self.code.change_assignment(self.assignment)
         self.values = values
         self._code_suits()
 

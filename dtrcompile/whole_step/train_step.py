@@ -8,6 +8,7 @@ optimizer's state and a layer or two need.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -127,7 +128,10 @@ class TrainStep:
         with (
             torch.no_grad(),
             torch.autocast(self._device, enabled=False),
-            dynamo_config.patch(trace_autograd_ops=True),
+            dynamo_config.patch(
+                trace_autograd_ops=True,
+                ignore_logging_functions=_logs() | dynamo_config.ignore_logging_functions,
+            ),
         ):
             loss: torch.Tensor = self._compiled(batches, lrs, autocast)
         # What a scheduler looks at to warn of a wrong order.
@@ -170,6 +174,15 @@ class TrainStep:
                 return _loss_of(found)
             *given, targets = inputs
             return self._loss_fn(self.model(*given, **keywords), targets)
+
+
+def _logs() -> set[Any]:
+    """The methods of loggers, those that libraries add included.
+
+    What a model logs while it is traced would end the graph; many models of transformers do that.
+    """
+    methods = vars(logging.Logger).items()
+    return {method for name, method in methods if callable(method) and not name.startswith("_")}
 
 
 def _loss_of(found: Any) -> torch.Tensor:

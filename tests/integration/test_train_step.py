@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -243,6 +244,17 @@ def test_a_model_that_returns_its_loss(form: str) -> None:
     torch.manual_seed(0)
     torch.testing.assert_close(found, F.cross_entropy(other(x), labels).detach())
     assert not torch.equal(model.second.weight, before)
+
+
+def test_what_the_model_logs_ends_no_graph() -> None:
+    class Talking(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            logging.getLogger("talking").warning("of shape %s", x.shape)
+            return super().forward(x)
+
+    pair = Pair(OPTIMIZERS["SGD"], model=Talking())
+    pair.run(0)
+    pair.check()
 
 
 def layers() -> nn.Module:

@@ -1,0 +1,91 @@
+"""Other orders of a program's operators, and planning in them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.planning.orders import orders, permuted, plan_of_permuted
+from dtrcompile.passes.planning.planners import keep_all, make_planner, minimum_plan
+from dtrcompile.passes.program.program import Program, StorageKind
+from dtrcompile.passes.program.replay import replay
+from workloads.random_programs import budgets, cost_or_none, random_program
+from workloads.synthetic import ProgramBuilder
+
+
+def branches(n: int) -> Program:
+    """Branches that each need much and leave little, traced one layer after the other."""
+    p = ProgramBuilder()
+    x = p.constant("x", 1, StorageKind.INPUT)
+    wide = [p.operator(f"wide{i}", [x], [100], 10)[0] for i in range(n)]
+    small = [p.operator(f"small{i}", [w], [1], 10)[0] for i, w in enumerate(wide)]
+    (end,) = p.operator("end", small, [1], 10)
+    return p.build([end])
+
+
+def random_programs(n: int) -> list[tuple[Program, random.Random]]:
+    found = []
+    for seed in range(n):
+        source = random.Random(seed)
+        found.append((random_program(source.randint, 12), source))
+    return found
+
+
+def test_one_branch_after_the_other() -> None:
+    program = branches(4)
+    own = minimum_plan(program, make_planner("auto"))
+    assert replay(program, keep_all(program))[0].peak_bytes > 400
+    budget_bytes = 1 + 100 + 4
+    plan = make_planner("ordered").plan(program, budget_bytes)
+    timeline, stats = replay(program, plan)
+    assert timeline.peak_bytes <= budget_bytes
+    assert not stats.recomputed
+    assert replay(program, own)[0].peak_bytes > budget_bytes or replay(program, own)[1].recomputed
+
+
+def test_an_order_keeps_what_has_to_be_kept() -> None:
+    n_orders = 0
+    for program, _ in random_programs(300):
+        for order in orders(program):
+            assert sorted(order) == list(range(len(program.operators)))
+            other = permuted(program, order)  # checks itself
+            plan = plan_of_permuted(program, order, keep_all(other), "test")
+            timeline, stats = replay(program, plan)
+            assert timeline.peak_bytes == replay(other, keep_all(other))[0].peak_bytes
+            assert stats.cost_ns == program.cost_ns
+            n_orders += 1
+    assert n_orders > 100
+
+
+def test_what_overwrites_a_constant_waits_for_its_readers() -> None:
+    p = ProgramBuilder()
+    w = p.constant("w", 8, StorageKind.PARAMETER)
+    (a,) = p.operator("a", [w], [100], 10)
+    (b,) = p.operator("b", [w], [100], 10)
+    (c,) = p.operator("c", [b], [1], 10)
+    (d,) = p.operator("d", [a], [1], 10)
+    p.operator("write", [w], [], 5, not_recomputable="an effect", overwrites=[w])
+    program = p.build([c, d])
+    found = orders(program)
+    assert found
+    for order in found:
+        assert order[-1] == 4 or set(order[: order.index(4)]) >= {0, 1}
+
+
+def test_never_more_expensive_than_in_the_programs_order() -> None:
+    n_cheaper = 0
+    for program, source in random_programs(60):
+        for budget_bytes in budgets(program, source.randint):
+            own = cost_or_none(program, make_planner("auto"), budget_bytes)
+            found = cost_or_none(program, make_planner("ordered"), budget_bytes)
+            if own is not None:
+                assert found is not None and found <= own
+            n_cheaper += found is not None and (own is None or found < own)
+    assert n_cheaper >= 5
+
+
+def test_a_budget_below_every_order() -> None:
+    with pytest.raises(InfeasibleBudgetError):
+        make_planner("ordered").plan(branches(2), 50)
