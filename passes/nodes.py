@@ -8,7 +8,9 @@ from __future__ import annotations
 import enum
 import functools
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -27,6 +29,8 @@ from dtrcompile.passes.torch_private import (
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+_NONE: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 
 
 class Role(enum.Enum):
@@ -327,6 +331,20 @@ def view_base(node: fx.Node) -> fx.Node | None:
         written = mutated_arguments(node)
         return written[0] if written else None
     return None
+
+
+def owner(node: fx.Node, same_value: Mapping[fx.Node, fx.Node] = _NONE) -> fx.Node:
+    """Follow views, and elements of lists of views, up to the node that owns the storage.
+
+    Args:
+        same_value: backward placeholder -> the forward node that it receives.
+    """
+    node = same_value.get(node, node)
+    while True:
+        base = view_base(node)
+        if base is None:
+            return node
+        node = same_value.get(base, base)
 
 
 def tensor_values(node: fx.Node) -> list[torch.Tensor]:

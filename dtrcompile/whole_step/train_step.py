@@ -94,6 +94,7 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self._loss_fn = loss_fn
         self._max_norm, self._accumulate = max_norm, accumulate
+        self._logs = _logs()
         self._updates = _updates(model, optimizer)
         self._settings: list[dict[str, Any]] = []
         self._states: list[Mapping[str, torch.Tensor]] = []
@@ -130,7 +131,7 @@ class TrainStep:
             torch.autocast(self._device, enabled=False),
             dynamo_config.patch(
                 trace_autograd_ops=True,
-                ignore_logging_functions=_logs() | dynamo_config.ignore_logging_functions,
+                ignore_logging_functions=self._logs | dynamo_config.ignore_logging_functions,
             ),
         ):
             loss: torch.Tensor = self._compiled(batches, lrs, autocast)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from dtrcompile.passes.chunking.rows import Cuts, Rows, rule_of, shape_of
-from dtrcompile.passes.nodes import Role, is_sequence, role, tensor_values, value, view_base
+from dtrcompile.passes.nodes import Role, is_sequence, owner, role, tensor_values, value
 
 log = logging.getLogger("dtrcompile")
 
@@ -118,9 +118,7 @@ def _possible_rows(seed: fx.Node) -> Iterator[Rows]:
 
 def bytes_of(node: fx.Node) -> int:
     """Of what a node's value is stored in, as far as a node tells; a view's is its base's."""
-    while node.op == "call_function" and (base := view_base(node)) is not None:
-        node = base
-    tensors = (t for t in tensor_values(node) if isinstance(t.numel(), int))
+    tensors = (t for t in tensor_values(owner(node)) if isinstance(t.numel(), int))
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

@@ -27,7 +27,7 @@ from dtrcompile.passes.device.costs import CostModel
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.graphs.grouping import CapturedOperator, group
 from dtrcompile.passes.graphs.modules import output_arguments, placeholders
-from dtrcompile.passes.graphs.split import Split, owner
+from dtrcompile.passes.graphs.split import Split
 from dtrcompile.passes.graphs.storage_sizes import (
     allocated_bytes,
     allocated_expression,
@@ -45,6 +45,7 @@ from dtrcompile.passes.nodes import (
     is_tensor,
     mark,
     mutated_arguments,
+    owner,
     role,
     storage_key,
     tensor_values,
@@ -314,7 +315,6 @@ def capture(
     for node, kind in _constants(split, static_input_indices):
         builder.add_constant(node, kind)
     builder.forbid_rereading(_written_inputs(split))
-    builder.final_writes = dict(split.final_writes)
     for node in split.calls:
         mark(node, output_of=None)  # of a capture in another order
     for captured in operators:
@@ -399,7 +399,6 @@ class _ProgramBuilder:
         self.storage_of: dict[fx.Node, int] = {}
         self.sharing: dict[object, list[fx.Node]] = {}  # by their storage: constants
         self.written: frozenset[int] = frozenset()
-        self.final_writes: dict[fx.Node, fx.Node] = {}
         self.returned = {split.owner(n) for n in split.user_outputs}
         self.gradients = {split.owner(n) for n in split.gradients}
 
@@ -463,9 +462,9 @@ class _ProgramBuilder:
                 workspace_bytes=_unread_output_bytes(captured),
                 not_recomputable=not_recomputable,
                 overwrites=tuple(
-                    self.storage_of[self.final_writes[node]]
+                    self.storage_of[self.split.final_writes[node]]
                     for node in captured.nodes
-                    if node in self.final_writes
+                    if node in self.split.final_writes
                 ),
             )
         )
@@ -548,7 +547,10 @@ def _run_before_overwriting(
         else op
         for op in operators
     ]
-    possible = _possible_until(found, overwritten_at)
+    makers = {s: op.id for op in found for s in op.outputs}
+    possible = [end] * end
+    for op in found:
+        possible[op.id] = _possible(op, found, makers, possible, overwritten_at)
     wanted = [end] * end
     of_storage: dict[int, int] = {}
     for op in reversed(found):
@@ -559,20 +561,11 @@ def _run_before_overwriting(
         for s in op.inputs:
             of_storage[s] = max(of_storage.get(s, -1), until)
     # With those operators, others need not run again for what follows, and may after all.
-    makers = {s: op.id for op in found for s in op.outputs}
     for op in operators:
         possible[op.id] = _possible(op, found, makers, possible, overwritten_at)
         if found[op.id].not_recomputable == reason and wanted[op.id] <= possible[op.id]:
             found[op.id] = op
     return tuple(found)
-
-
-def _possible_until(operators: Sequence[Operator], overwritten_at: Mapping[int, int]) -> list[int]:
-    makers = {s: op.id for op in operators for s in op.outputs}
-    possible: list[int] = []
-    for op in operators:
-        possible.append(_possible(op, operators, makers, possible, overwritten_at))
-    return possible
 
 
 def _possible(

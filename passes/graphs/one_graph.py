@@ -22,8 +22,8 @@ from dtrcompile.passes.graphs.modules import (
     placeholders,
 )
 from dtrcompile.passes.graphs.split import Split
-from dtrcompile.passes.graphs.writes import final_writes
-from dtrcompile.passes.nodes import is_mutating, value
+from dtrcompile.passes.graphs.writes import only_final_writes
+from dtrcompile.passes.nodes import value
 
 Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -42,9 +42,8 @@ def split_and_joined(gm: fx.GraphModule, partition: Partition) -> fx.GraphModule
     Returns:
         Another module; ``gm`` itself where it writes nothing, or has other effects.
     """
-    calls = calls_of(gm)
-    writes = final_writes(calls)
-    if not writes or any(is_mutating(n) for n in calls if n not in writes):
+    writes = only_final_writes(calls_of(gm))
+    if not writes:
         return gm
     n_returned = len(output_arguments(gm))
     forward, backward = partition(_without_effects(gm, writes), n_returned)

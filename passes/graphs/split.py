@@ -19,8 +19,8 @@ from dtrcompile.passes.nodes import (
     is_mutating,
     is_symbolic_number,
     is_tensor,
+    owner,
     role,
-    view_base,
 )
 from dtrcompile.passes.torch_private import InputMutationAOTOutput
 
@@ -115,16 +115,6 @@ class Split:
     def is_backward(self, call: fx.Node) -> bool:
         """Whether a call is one of backward's."""
         return self.position[call] >= self.first_backward_call
-
-
-def owner(node: fx.Node, same_value: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Follow views, and elements of lists of views, up to the node that owns the storage."""
-    node = same_value.get(node, node)
-    while True:
-        base = view_base(node)
-        if base is None:
-            return node
-        node = same_value.get(base, base)
 
 
 def _received(

@@ -22,6 +22,7 @@ from dtrcompile.passes.nodes import (
     is_mutating,
     is_tensor,
     numel,
+    owner,
     tensor_values,
     view_base,
 )
@@ -40,17 +41,17 @@ def final_writes(calls: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     copies: dict[fx.Node, tuple[int, fx.Node]] = {}
     for position, call in enumerate(calls):
         for n in call.all_input_nodes:
-            read_at[_owner(n)] = position
+            read_at[owner(n)] = position
         target = call.args[0] if call.target is torch.ops.aten.copy_.default else None
         if isinstance(target, fx.Node) and target.op == "placeholder" and not call.users:
             copies[call] = position, target
     return {call: target for call, (at, target) in copies.items() if read_at[target] == at}
 
 
-def _owner(node: fx.Node) -> fx.Node:
-    while (base := view_base(node)) is not None:
-        node = base
-    return node
+def only_final_writes(calls: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """As `final_writes`; none where calls write elsewhere too, since then their order matters."""
+    writes = final_writes(calls)
+    return {} if any(is_mutating(n) for n in calls if n not in writes) else writes
 
 
 def with_early_writes(gm: fx.GraphModule) -> fx.GraphModule:
@@ -61,18 +62,17 @@ def with_early_writes(gm: fx.GraphModule) -> fx.GraphModule:
         has other effects, whose order matters.
     """
     calls = calls_of(gm)
-    writes = final_writes(calls)
-    if not writes or any(is_mutating(n) for n in calls if n not in writes):
+    writes = only_final_writes(calls)
+    if not writes:
         return gm
     order = _order(calls, writes)
     if order == calls:
         return gm
-    position = {n.name: i for i, n in enumerate(order)}
     ordered = copied_module(gm)
     nodes = {n.name: n for n in ordered.graph.nodes}
     (output,) = ordered.graph.find_nodes(op="output")
-    for name in position:
-        output.prepend(nodes[name])
+    for call in order:
+        output.prepend(nodes[call.name])
     ordered.graph.lint()
     ordered.recompile()
     return ordered
@@ -145,7 +145,7 @@ def _computed_for_writes(
         if not all(user in own or user in writes for user in call.users):
             continue  # backward needs it
         # What reads the old value of another parameter comes before that is written.
-        read = (reached_by[o] for n in call.all_input_nodes if (o := _owner(n)) in reached_by)
+        read = (reached_by[o] for n in call.all_input_nodes if (o := owner(n)) in reached_by)
         together = alone[mask.bit_length() - 1]
         if _is_number(call) or all(part & ~together == 0 for part in (mask, *read)):
             own.add(call)
@@ -183,7 +183,7 @@ def _bundles(
     for call in calls:
         if call not in writes and view_base(call) is None:
             for n in call.all_input_nodes:
-                readers.setdefault(_owner(n), []).append(call)
+                readers.setdefault(owner(n), []).append(call)
     bundle_of: dict[fx.Node, _Bundle] = {}  # of what is more than a number
     found: list[_Bundle] = []
     for write, target in writes.items():

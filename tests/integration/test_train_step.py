@@ -88,11 +88,16 @@ class Pair:
         found = self.step(x, labels)
         torch.manual_seed(i)
         self.usual.zero_grad()
-        expected = self.loss(x, labels)
-        expected.backward()
+        expected = self.backward(x, labels)
         self.usual.step()
         assert not found.requires_grad
         torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
+
+    def backward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The loss of the usual loop, whose gradients it leaves."""
+        loss = self.loss(x, labels)
+        loss.backward()
+        return loss
 
     def check(self, tolerance: float = 1e-6) -> None:
         """All that is trained, and what the optimizer knows, is the same."""
@@ -140,38 +145,33 @@ def test_the_loop_can_be_taken_up_again_and_left() -> None:
 
 
 def test_gradients_are_clipped_to_a_norm() -> None:
-    pair = Pair(OPTIMIZERS["SGD with momentum"], max_norm=0.05)
+    class Clipped(Pair):
+        def backward(self, x: Tensor, labels: Tensor) -> Tensor:
+            loss = super().backward(x, labels)
+            assert nn.utils.clip_grad_norm_(self.other.parameters(), 0.05) > 0.05
+            return loss
+
+    pair = Clipped(OPTIMIZERS["SGD with momentum"], max_norm=0.05)
     for i in range(3):
-        x, labels = batch(i)
-        torch.manual_seed(i)
-        found = pair.step(x, labels)
-        torch.manual_seed(i)
-        pair.usual.zero_grad()
-        expected = pair.loss(x, labels)
-        expected.backward()
-        assert nn.utils.clip_grad_norm_(pair.other.parameters(), 0.05) > 0.05
-        pair.usual.step()
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
+        pair.run(i)
     pair.check()
 
 
 def test_a_batch_is_computed_in_micro_batches() -> None:
+    class InParts(Pair):
+        def backward(self, x: Tensor, labels: Tensor) -> Tensor:
+            losses = []
+            for part, answers in zip(x.chunk(4), labels.chunk(4), strict=True):
+                loss = self.loss(part, answers)
+                (loss / 4).backward()
+                losses.append(loss.detach())
+            return torch.stack(losses).mean()
+
     model = Net()
     model.dropout = 0.0  # from one seed, a graph draws for all micro-batches at once
-    pair = Pair(OPTIMIZERS["Adam"], model=model, accumulate=4)
+    pair = InParts(OPTIMIZERS["Adam"], model=model, accumulate=4)
     for i in range(3):
-        x, labels = batch(i)
-        torch.manual_seed(i)
-        found = pair.step(x, labels)
-        torch.manual_seed(i)
-        pair.usual.zero_grad()
-        losses = []
-        for part, answers in zip(x.chunk(4), labels.chunk(4), strict=True):
-            loss = pair.loss(part, answers)
-            (loss / 4).backward()
-            losses.append(loss.detach())
-        pair.usual.step()
-        torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-6, atol=0)
+        pair.run(i)
     pair.check()
     with pytest.raises(OptionError, match=r"accumulate=4 cuts a batch .* have 7 samples"):
         pair.step(*batch(0, rows=7))

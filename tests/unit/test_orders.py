@@ -42,7 +42,7 @@ def test_one_branch_after_the_other() -> None:
     timeline, stats = replay(program, plan)
     assert timeline.peak_bytes <= budget_bytes
     assert not stats.recomputed
-    assert replay(program, own)[0].peak_bytes > budget_bytes or replay(program, own)[1].recomputed
+    assert replay(program, own)[1].recomputed
 
 
 def test_an_order_keeps_what_has_to_be_kept() -> None:
@@ -71,7 +71,7 @@ def test_what_overwrites_a_constant_waits_for_its_readers() -> None:
     found = orders(program)
     assert found
     for order in found:
-        assert order[-1] == 4 or set(order[: order.index(4)]) >= {0, 1}
+        assert set(order[: order.index(4)]) >= {0, 1}
 
 
 def test_never_more_expensive_than_in_the_programs_order() -> None:

@@ -7,54 +7,38 @@ cheapest plan is taken, the program's own order first: it is never more expensiv
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.orders import orders, permuted, plan_of_permuted
 from dtrcompile.passes.planning.planners.auto import AutoPlanner
-from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
 
 
 @dataclass(frozen=True)
-class OrderedPlanner(Planner):
-    """See the module docstring.
-
-    Attributes:
-        heuristic, cost_limit, planning_s: of planner ``auto``, for each order.
-    """
+class OrderedPlanner(AutoPlanner):
+    """See the module docstring; the options are those of planner ``auto``, for each order."""
 
     name: ClassVar[str] = "ordered"
 
-    heuristic: str | None = None
-    cost_limit: float = 8.0
-    planning_s: float | None = None
-    first_fit: bool = False
-
     def plan(self, program: Program, budget_bytes: int) -> Plan:
-        auto = AutoPlanner(self.heuristic, self.cost_limit, self.planning_s, self.first_fit)
-        found: list[Plan] = []
+        best: tuple[tuple[int, int], Plan] | None = None
         own = tuple(range(len(program.operators)))
         for order in (own, *orders(program)):
             try:
-                plan = auto.plan(permuted(program, order), budget_bytes)
+                found = super().plan(permuted(program, order), budget_bytes)
             except InfeasibleBudgetError:
                 continue
-            found.append(plan_of_permuted(program, order, plan, self.name))
-            stats = replay(program, found[-1])[1]
+            plan = plan_of_permuted(program, order, found, self.name)
+            timeline, stats = replay(program, plan)
+            rank = stats.cost_ns, timeline.peak_bytes
+            if best is None or rank < best[0]:
+                best = rank, plan
             if self.first_fit or stats.cost_ns == program.cost_ns:
-                return found[-1]
-        if not found:
+                break
+        if best is None:
             raise InfeasibleBudgetError(budget_bytes)
-        return min(found, key=lambda plan: _rank(program, plan))
-
-    def for_minimum(self) -> Planner:
-        return replace(self, first_fit=True)
-
-
-def _rank(program: Program, plan: Plan) -> tuple[int, int]:
-    timeline, stats = replay(program, plan)
-    return stats.cost_ns, timeline.peak_bytes
+        return best[1]
