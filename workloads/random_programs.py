@@ -15,6 +15,7 @@ from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError, ProgramTo
 from dtrcompile.passes.planning.heuristics import HEURISTICS, Neighborhood
 from dtrcompile.passes.planning.hoist import hoist
 from dtrcompile.passes.planning.planners import PLANNERS, keep_all, lower_bound_bytes, make_planner
+from dtrcompile.passes.planning.planners.auto import AutoPlanner
 from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
 from dtrcompile.passes.planning.planners.checkmate import CheckmatePlanner
@@ -359,7 +360,7 @@ def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> 
             continue
         _, stats = checked(program, plan, budget_bytes)
         # The bound is of plans in the program's order.
-        assert stats.cost_ns >= least_ns or name == "ordered", name
+        assert stats.cost_ns >= least_ns or name == AutoPlanner.name, name
         assert planner.plan(program, budget_bytes) == plan
         assert Plan.from_text(plan.to_text()) == plan
         if budget_bytes >= baseline_bytes:

@@ -22,6 +22,11 @@ MINIMUM_TOLERANCE_DIVISOR: Final = 1024
 """Divides a budget in bytes.  A smallest budget is searched until it is known to within the
 result: a thousandth.  Not measured."""
 
+NEXT_SEARCH_DIVISOR: Final = 16
+"""Divides the smallest budget of one search (`Planner.minimum_searches`): the next one begins that
+much below it.  Other orders of first runs save up to 3 % on ten models, and more where branches do
+not depend on one another."""
+
 # Planner `auto`: how much it works
 
 WORK_PER_S: Final = 600_000
@@ -42,6 +47,12 @@ one.  Chosen so that a thousand operators are planned in less than a second, can
 
 MAX_DEFAULT_S: Final = 5.0
 """Seconds: the most for any program where no `planning_s` is given.  Not measured."""
+
+MAX_OPERATORS_IN_ALL_ORDERS: Final = 64
+"""Operators.  Larger programs are planned in two orders of first runs, their own and the first of
+`orders`, since each takes as long as the first.  Of ten models near their smallest budgets, a third
+order was the best one for one.  Of 1,738 budgets of random programs with up to ten operators, plans
+cost at most 2 % more than the optimum in 85, 92 and 93 % with one, two and three orders."""
 
 CANDIDATE_WORK_SHARE: Final = 0.3
 """Share of the work for running the simulator with one heuristic after another.  Not measured."""

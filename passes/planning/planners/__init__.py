@@ -16,6 +16,7 @@ from dtrcompile.passes.planning.planners.base import Planner, keep_all, lower_bo
 from dtrcompile.passes.planning.settings import (
     MAX_BISECTION_RUNS,
     MINIMUM_TOLERANCE_DIVISOR,
+    NEXT_SEARCH_DIVISOR,
 )
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
@@ -78,23 +79,26 @@ def minimum_plan(program: Program, planner: Planner) -> Plan:
 
 def _minimum(program: Program, planner: Planner) -> tuple[int, Plan]:
     """A budget at which ``planner`` finds a plan, as small as could be found, and that plan."""
-    quick = planner.for_minimum()
     baseline = keep_all(program)
     high = found_at = replay(program, baseline)[0].peak_bytes
-    low = lower_bound_bytes(program) - 1  # infeasible
+    least = lower_bound_bytes(program)
     quick_plan: Plan | None = None
-    for run in range(MAX_BISECTION_RUNS):
-        # Within a thousandth is near enough; the lower bound itself is worth the first try.
-        if high - low <= max(1, high // MINIMUM_TOLERANCE_DIVISOR):
-            break
-        budget_bytes = low + 1 if run == 0 else (low + high) // 2
-        try:
-            quick_plan = quick.plan(program, budget_bytes)
-        except InfeasibleBudgetError:
-            low = budget_bytes
-            continue
-        found_at = budget_bytes
-        high = replay(program, quick_plan, planner.link)[0].peak_bytes
+    for quick in planner.minimum_searches():
+        low = least - 1  # infeasible
+        # The bound itself is worth the first try; once something was found, a little below it.
+        budget_bytes = least if quick_plan is None else high - high // NEXT_SEARCH_DIVISOR
+        for _ in range(MAX_BISECTION_RUNS):
+            if high - low <= max(1, high // MINIMUM_TOLERANCE_DIVISOR):
+                break  # near enough
+            budget_bytes = max(budget_bytes, least)
+            try:
+                quick_plan = quick.plan(program, budget_bytes)
+            except InfeasibleBudgetError:
+                low = budget_bytes
+            else:
+                found_at = budget_bytes
+                high = replay(program, quick_plan, planner.link)[0].peak_bytes
+            budget_bytes = (low + high) // 2
     if quick_plan is None:
         return high, baseline
     # A plan may need less than the budget that it was found at; but the budget that is named must

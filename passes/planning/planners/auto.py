@@ -7,6 +7,10 @@ search over retention intervals (`search`), which gets what is left of the time.
 wins, then the lower peak, then the order of the candidates.  A plan that is proven to be optimal
 (`cover`) ends it all.
 
+All of that is done for the program's own order of first runs, and once more for another one in
+which it holds less (`orders`); the cheaper plan is taken.  Where neither has a plan, what other
+orders there are is tried.
+
 The amount of work is fixed by the program and the options, never by a clock: `planning_s` is
 turned into units of work, so the same program and options give the same plan on every machine and
 every rank.
@@ -32,6 +36,7 @@ from dtrcompile.passes.planning.heuristics import (
     HMSPSNext,
     HSize,
 )
+from dtrcompile.passes.planning.orders import orders, permuted, plan_of_permuted
 from dtrcompile.passes.planning.planners.base import Planner, keep_all, lower_bound_bytes
 from dtrcompile.passes.planning.planners.chains import binomial_seed
 from dtrcompile.passes.planning.planners.cover import least_cost_ns
@@ -49,6 +54,7 @@ from dtrcompile.passes.planning.settings import (
     DEFAULT_S_PER_THOUSAND_OPERATORS,
     LOOSER_BUDGET_PERCENT,
     MAX_DEFAULT_S,
+    MAX_OPERATORS_IN_ALL_ORDERS,
     MAX_PROVABLE_OPERATORS,
     MAX_SEEDS,
     MIN_CANDIDATES,
@@ -86,6 +92,8 @@ _CANDIDATES: tuple[Heuristic, ...] = (
     HLRU(),
 )
 
+_ORDERS = ("program", "other", "best")
+
 
 @dataclass(frozen=True)
 class AutoPlanner(Planner):
@@ -97,6 +105,8 @@ class AutoPlanner(Planner):
         planning_s: about how many seconds one plan may take; None: `default_planning_s`.
             It stands for a fixed amount of work, so a slower machine takes longer, and the
             candidate that runs when the work is used up is finished.
+        order: of first runs: the program's ("program"), another one in which it holds less
+            ("other"), or both, whose cheaper plan is taken ("best").
         first_fit: take the first candidate that fits; for searching the smallest budget.
     """
 
@@ -105,6 +115,7 @@ class AutoPlanner(Planner):
     heuristic: str | None = None
     cost_limit: float = 8.0
     planning_s: float | None = None
+    order: str = "best"
     first_fit: bool = False
 
     def __post_init__(self) -> None:
@@ -112,16 +123,58 @@ class AutoPlanner(Planner):
             raise OptionError.unknown("heuristic", self.heuristic, HEURISTICS)
         if self.planning_s is not None and not 0 <= self.planning_s < math.inf:
             raise OptionError(f"planning_s is {self.planning_s!r}; give seconds, 0 or more")
+        if self.order not in _ORDERS:
+            raise OptionError.unknown("order", self.order, _ORDERS)
 
     def plan(self, program: Program, budget_bytes: int) -> Plan:
-        baseline = keep_all(program)
-        index = ProgramIndex.of(program)
-        if schedule_of(index, baseline.steps).peak_bytes <= budget_bytes:
-            return baseline
         if budget_bytes < lower_bound_bytes(program):
             raise InfeasibleBudgetError(budget_bytes)
-        best = self._best_schedule(index, budget_bytes)
-        return judged_plan(program, best, budget_bytes, self.name)
+        found: list[tuple[tuple[int, int], Plan]] = []
+        for order in self._orders(program):
+            if found and self.first_fit:
+                break
+            in_order = program if order is None else permuted(program, order)
+            try:
+                schedule, plan = self._plan_in_order(in_order, budget_bytes, bool(found))
+            except InfeasibleBudgetError:
+                continue
+            if order is not None:
+                plan = plan_of_permuted(program, order, plan, self.name)
+            found.append((schedule.rank, plan))
+            if schedule.cost_ns == program.cost_ns:
+                break
+        if not found:
+            raise InfeasibleBudgetError(budget_bytes)
+        return min(found, key=lambda ranked: ranked[0])[1]
+
+    def _orders(self, program: Program) -> list[tuple[int, ...] | None]:
+        """Orders of first runs; None is the program's own."""
+        tried: list[tuple[int, ...] | None] = [] if self.order == "other" else [None]
+        if self.order != "program":
+            others = orders(program)
+            is_small = len(program.operators) <= MAX_OPERATORS_IN_ALL_ORDERS
+            tried += others if is_small else others[:1]
+        return tried
+
+    def _plan_in_order(
+        self, program: Program, budget_bytes: int, is_planned: bool
+    ) -> tuple[Schedule, Plan]:
+        """The cheapest found with first runs in the program's order.
+
+        Args:
+            is_planned: whether there is a plan in another order, so that this one is given up
+                where heuristics do not get through.
+
+        Raises:
+            InfeasibleBudgetError: if there is none.
+        """
+        baseline = keep_all(program)
+        index = ProgramIndex.of(program)
+        best = schedule_of(index, baseline.steps)
+        if best.peak_bytes <= budget_bytes:
+            return best, baseline
+        best = self._best_schedule(index, budget_bytes, squeeze=not is_planned)
+        return best, judged_plan(program, best, budget_bytes, self.name)
 
     def _work(self, index: ProgramIndex) -> int:
         """Units of work for one plan."""
@@ -130,7 +183,7 @@ class AutoPlanner(Planner):
             seconds = default_planning_s(index.n_operators)
         return int(seconds * WORK_PER_S)
 
-    def _best_schedule(self, index: ProgramIndex, budget_bytes: int) -> Schedule:
+    def _best_schedule(self, index: ProgramIndex, budget_bytes: int, *, squeeze: bool) -> Schedule:
         """The cheapest schedule found.
 
         Raises:
@@ -150,7 +203,7 @@ class AutoPlanner(Planner):
             seeds = sorted([chain, *seeds], key=lambda schedule: schedule.rank)
         searches = [Search(_loaded(index, budget_bytes, seed)) for seed in seeds[:MAX_SEEDS]]
         searches = [s for s in searches if s.repair(work_limit=s.work + work)]
-        if not seeds:
+        if not seeds and squeeze:
             searches = self._squeezed(index, budget_bytes, work)
         if searches:
             seeds.append(self._searched(searches, work, least_ns))
@@ -258,6 +311,10 @@ class AutoPlanner(Planner):
 
     def for_minimum(self) -> Planner:
         return replace(self, first_fit=True)
+
+    def minimum_searches(self) -> tuple[Planner, ...]:
+        orders = ("program", "other") if self.order == "best" else (self.order,)
+        return tuple(replace(self, first_fit=True, order=order) for order in orders)
 
 
 def default_planning_s(n_operators: int) -> float:

@@ -39,6 +39,10 @@ class Planner(ABC):
         """The variant to search the smallest budget with: finds the same budgets, but faster."""
         return self
 
+    def minimum_searches(self) -> tuple[Planner, ...]:
+        """Variants that together find what `for_minimum` finds; each goes on below the last."""
+        return (self.for_minimum(),)
+
 
 @dataclass(frozen=True)
 class KeepAllPlanner(Planner):
