@@ -14,7 +14,7 @@ GPU ?=
 # as long to compile and change no schedule, on one thread, kept where the next command finds them.
 LIGHT = OMP_NUM_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=0 TORCHINDUCTOR_CACHE_DIR="$(CURDIR)/.cache/inductor"
 
-.PHONY: help demo demo-quick test test-all lint format bench-quick gpu build clean
+.PHONY: help demo demo-quick test test-all lint format docs bench-quick gpu build clean
 
 help:
 	@echo "make demo         train a small GPT without a budget, at 40 % and at the minimum"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-all     those too that repeat at length what others check in short"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff format the code"
+	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make bench-quick  every benchmark, small"
 	@echo "make demo-quick   the demo, small"
 	@echo "make gpu          what is promised for CUDA, on the GPU that is here"
@@ -51,6 +52,10 @@ lint:
 format:
 	@python="$$(.ci/environment dev,demo "$(PYTHON)" "$(TORCH)")" && "$$python" -m ruff check --fix . \
 		&& "$$python" -m ruff format .
+
+docs:
+	@python="$$(.ci/environment docs "$(PYTHON)" "$(TORCH)")" && NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs \
+		build --strict
 
 bench-quick:
 	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && $(LIGHT) TORCHINDUCTOR_COMPILE_THREADS=1 \

@@ -1,0 +1,89 @@
+"""What MkDocs is told beside ``mkdocs.yml``: documents that are written for a checkout, as a site.
+
+The documents are read in two places: in a checkout, where a link may lead to any file, and as a
+site, which has only what is in ``docs/``.  So the documents of the root folder and the scripts of
+``docs/examples`` become pages of the site, links to them lead to these pages, and a link to any
+other file of the repository becomes the file's path.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+# Documents of the root folder -> pages.  ("README.md" would be the site's first page.)
+ROOT_PAGES = {
+    "README.md": "readme.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the pages that are not files of ``docs/``."""
+    for name, page in ROOT_PAGES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=for_site(text, name)))
+    for script in sorted((ROOT / "docs/examples").glob("*.py")):
+        source = script.read_text(encoding="utf-8")
+        page = f"# {script.name}\n\n```python\n{source}```\n"
+        files.append(File.generated(config, f"examples/{script.stem}.md", content=page))
+        python = files.get_file_from_path(f"examples/{script.name}")
+        if python is not None:
+            files.remove(python)
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Rewrite what is a file of ``docs/``; other pages have been rewritten when they were made."""
+    if page.file.generated_by is not None:
+        return markdown
+    return for_site(markdown, f"docs/{page.file.src_uri}")
+
+
+def for_site(text: str, path: str) -> str:
+    """The document at ``path`` of the repository, as a page of the site."""
+    parts = _FENCE.split(text)
+    for i in range(0, len(parts), 2):
+        parts[i] = _LINK.sub(lambda link: _linked(link, path), _indented(parts[i]))
+    return "".join(parts)
+
+
+def _indented(text: str) -> str:
+    """What belongs to a numbered item is indented by three spaces there, and by four in MkDocs."""
+    return re.sub(r"^(?=   [^ ]|   {2,}[^ ])(?!    {1,}[-*] )", " ", text, flags=re.MULTILINE)
+
+
+def _linked(link: re.Match[str], path: str) -> str:
+    label, target = link[1], link[2]
+    file, _, anchor = target.partition("#")
+    if "://" in target or not file:
+        return link[0]
+    # Where the page is, and where the link leads, from the root of the repository.
+    folder = posixpath.dirname(path)
+    found = posixpath.normpath(posixpath.join(folder, file))
+    page = _page_of(found)
+    if page is None:
+        return label if "`" in label or label == found else f"{label} (`{found}`)"
+    here = posixpath.dirname(ROOT_PAGES.get(path, path.removeprefix("docs/")))
+    there = posixpath.relpath(page, here or ".")
+    return f"[{label}]({there}{'#' + anchor if anchor else ''})"
+
+
+def _page_of(path: str) -> str | None:
+    """Of the file at ``path`` of the repository, in the site; None if the site does not have it."""
+    if path in ROOT_PAGES:
+        return ROOT_PAGES[path]
+    if not path.startswith("docs/"):
+        return None
+    if path.startswith("docs/examples/") and path.endswith(".py"):
+        return path.removeprefix("docs/").removesuffix(".py") + ".md"
+    inside = path.removeprefix("docs/")
+    return f"{inside}/README.md" if (ROOT / path).is_dir() else inside
