@@ -125,3 +125,10 @@ def test_an_output_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     page.write_text("a\n\n```python\nx = 1\n```\n\nb\n\n```python\nprint(x)\n```\n\nc\n")
     assert run_page("page.md")["x"] == 1
     assert page.read_text().endswith("```python\nprint(x)\n```\n\n```text\n1\n```\n\nc\n")
+
+
+def test_the_stages_of_the_pipeline_are_what_the_page_shows() -> None:
+    page = run_page("pipeline.md")
+    assert page["planned"].peak_bytes <= page["budget_bytes"] < page["timeline"].peak_bytes
+    for run in page["executor_log"]():
+        assert run.counted_bytes == run.predicted_bytes
