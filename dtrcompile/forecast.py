@@ -243,7 +243,9 @@ def sweep(
 
     Args:
         budgets: as option ``budget``, each.
-        device, dtype, autocast: as for `plan`.
+        device: as for `plan`.
+        dtype: as for `plan`.
+        autocast: as for `plan`.
 
     Raises:
         CaptureError: if the model does not compile as one graph.

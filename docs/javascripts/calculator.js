@@ -2,7 +2,7 @@
 
 // The form of docs/budget-calculator.md; its arithmetic is in budget.js.
 document.addEventListener("DOMContentLoaded", () => {
-  const form = document.getElementById("budget-calculator");
+  const form = document.getElementById("calculator-form");
   if (!form) return;
   const GIB = 2 ** 30;
 
