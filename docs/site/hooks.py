@@ -23,6 +23,8 @@ ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+# A line of a numbered item: its first one, or one that goes on.
+_ITEM = re.compile(r"\d+\. | {3}\S")
 _FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -51,6 +53,12 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 def for_site(text: str, path: str) -> str:
     """The document at ``path`` of the repository, as a page of the site."""
     parts = _FENCE.split(text)
+    # Every second part is a block of code.  One that stands between the lines of a numbered item
+    # belongs to the item, which would end there otherwise.
+    for i in range(1, len(parts), 2):
+        before, after = parts[i - 1].rstrip(), parts[i + 1].lstrip("\n")
+        if _ITEM.match(before.rpartition("\n\n")[2]) and _ITEM.match(after):
+            parts[i] = re.sub(r"^(?=.)", "    ", parts[i], flags=re.MULTILINE)
     for i in range(0, len(parts), 2):
         parts[i] = _LINK.sub(lambda link: _linked(link, path), _indented(parts[i]))
     return "".join(parts)
