@@ -115,9 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "planning_s": {"program": own_s, "best": best_s},
                     }
                 )
-        if arguments.out is not None:
-            for cell in seen:
-                write_json_line(arguments.out, {**row, **cell})
+        for cell in seen:
+            write_json_line(arguments.out, {**row, **cell})
     header = ("model", "budget", "own order", "better of two", "planning")
     print(format_table(header, rows))
     for line in bad:

@@ -242,7 +242,11 @@ def has_text(gm: fx.GraphModule) -> bool:
 
 
 def _asked(gm: fx.GraphModule, example_inputs: Sequence[object], others: object) -> str:
-    """Covers what a wrapper depends on beside the configuration: graph, marks, inputs."""
+    """Covers what a wrapper depends on beside the configuration: graph, marks, inputs.
+
+    The values that symbolic sizes were traced with are part of it: Inductor chooses by them, and may
+    take a size for a constant.
+    """
     digest = hashlib.sha256()
     digest.update(graph_text(gm).encode())
     digest.update(marks_text(gm).encode())
@@ -250,9 +254,13 @@ def _asked(gm: fx.GraphModule, example_inputs: Sequence[object], others: object)
         digest.update(f"{node.meta.get('user_visible_output_idxs')}".encode())
     for leaf in example_inputs:
         if isinstance(leaf, torch.Tensor):
+            sizes = (*leaf.shape, *leaf.stride())
             digest.update(f"{leaf.shape} {leaf.stride()} {leaf.dtype} {leaf.device}".encode())
         else:
+            sizes = (leaf,)
             digest.update(f"{type(leaf)} {leaf}".encode())
+        traced_with = [size.node.hint for size in sizes if isinstance(size, torch.SymInt)]
+        digest.update(f"{traced_with}".encode())
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     donated = metadata.bw_donated_idxs if metadata is not None else None
