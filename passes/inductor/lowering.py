@@ -244,8 +244,8 @@ def has_text(gm: fx.GraphModule) -> bool:
 def _asked(gm: fx.GraphModule, example_inputs: Sequence[object], others: object) -> str:
     """Covers what a wrapper depends on beside the configuration: graph, marks, inputs.
 
-    The values that symbolic sizes were traced with are part of it: Inductor chooses by them, and may
-    take a size for a constant.
+    The values that symbolic sizes were traced with are part of it: Inductor chooses by them, and
+    may take a size for a constant.
     """
     digest = hashlib.sha256()
     digest.update(graph_text(gm).encode())

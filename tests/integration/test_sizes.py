@@ -244,7 +244,7 @@ def test_images_of_any_size_under_inductor(caplog: pytest.LogCaptureFixture) -> 
         wanted, found = ({n: p.grad for n, p in m.named_parameters()} for m in (plain, module))
         assert relative_error(found, wanted) <= 1e-5
     assert any(report.recomputed for report in dtrcompile.reports())
-    # Inductor takes the edges of the first images for constants; no wrapper of other edges has them.
+    # Inductor takes the edges of the first images for constants; other images have other wrappers.
     assert "not measured" not in caplog.text
 
 
