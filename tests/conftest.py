@@ -97,6 +97,12 @@ def fresh_state() -> Iterator[None]:
         sys.modules["torch._dynamo"].reset()
 
 
+@pytest.fixture
+def planned_quickly() -> None:
+    """For tests to which any plan will do: where nothing is compiled, planning takes most time."""
+    dtrcompile.set_defaults(planning_s=0.02)
+
+
 _MANY_MODULES = 20
 _seen_modules = 0
 

@@ -35,6 +35,7 @@ class ProgramBuilder:
         pinned: str | None = None,
         kind: StorageKind = StorageKind.INTERMEDIATE,
         overwrites: Sequence[int] = (),
+        is_barrier: bool = False,
     ) -> list[int]:
         """Its output tensors, each in a storage of its own; ``overwrites`` are constants."""
         names = [name if len(sizes_bytes) == 1 else f"{name}.{k}" for k in range(len(sizes_bytes))]
@@ -46,6 +47,8 @@ class ProgramBuilder:
         if overwrites:
             written = tuple(self.tensors[t].storage for t in overwrites)
             self.operators[-1] = replace(self.operators[-1], overwrites=written)
+        if is_barrier:
+            self.operators[-1] = replace(self.operators[-1], is_barrier=True)
         return outputs
 
     def view(self, name: str, of: int, cost_ns: int = 0) -> int:

@@ -146,6 +146,7 @@ def with_other_graphs(program: Program, others: OtherGraphs) -> Program:
         0,
         max(0, others.between_bytes - among_later),
         not_recomputable="the other graphs of the step run here",
+        is_barrier=True,
     )
     inserted = [later_graphs]
     if received:

@@ -6,8 +6,8 @@ allocates had better wait.  This is list scheduling by memory; for trees, Liu ha
 Application of Generalized Tree Pebbling to Sparse Matrix Factorization", SIAM Journal on Algebraic
 Discrete Methods 8, 1987).
 
-What must keep its order keeps it: forward before backward, what may run only once in its order, and
-what reads a constant before what overwrites it.
+What must keep its order keeps it: forward before backward, what may run only once in its order,
+what reads a constant before what overwrites it, and everything on its side of a barrier.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Listing:
 
     def _add_dependences(self) -> None:
         program = self.program
-        latest_once = -1
+        latest_once = latest_barrier = -1
         for op in program.operators:
             before = {
                 producer for t in op.inputs if (producer := program.tensors[t].producer) is not None
@@ -95,6 +95,10 @@ class _Listing:
                 latest_once = op.id
             for s in op.overwrites:
                 before.update(program.readers[s])
+            before.add(latest_barrier)
+            if op.is_barrier:
+                before.update(range(latest_barrier + 1, op.id))
+                latest_barrier = op.id
             for o in before - {-1, op.id}:
                 self.followers[o].append(op.id)
                 self.waits_for[op.id] += 1

@@ -62,6 +62,7 @@ def to_json(program: Program) -> str:
             **({"workspace_bytes": o.workspace_bytes} if o.workspace_bytes else {}),
             **({} if o.not_recomputable is None else {"not_recomputable": o.not_recomputable}),
             **({"overwrites": o.overwrites} if o.overwrites else {}),
+            **({"is_barrier": True} if o.is_barrier else {}),
         }
         for o in program.operators
     )
@@ -133,6 +134,7 @@ def from_json(text: str) -> Program:
                 entry.get("workspace_bytes", int, default=0),
                 entry.get("not_recomputable", str, default=None),
                 entry.ids("overwrites", default=()),
+                entry.get("is_barrier", bool, default=False),
             )
         )
     return Program(

@@ -14,6 +14,7 @@ Memory rules, which `replay.replay` enforces:
 * forward outputs are resident from the boundary to the end, because the caller holds them;
   gradients (backward outputs) from their computation to the end;
 * once an operator has overwritten a constant (`Operator.overwrites`), nothing reads it any more;
+* no operator crosses a barrier (`Operator.is_barrier`) when it runs for the first time;
 * what is *handed on* (`Storage.is_handed_on`) may be freed in backward: forward outputs that nobody
   holds any more when it begins, tangents that nobody else holds.
 """
@@ -100,6 +101,8 @@ class Operator:
         not_recomputable: why it may run only once, or None if it may run again.
         overwrites: ids of the constant storages of which no other operator may read the value that
             the program was given, once this one has run (a parameter that is updated).
+        is_barrier: whether all operators before it in the program run for the first time before it
+            does, and all after it afterwards (it stands for what other programs do meanwhile).
     """
 
     id: int
@@ -111,6 +114,7 @@ class Operator:
     workspace_bytes: int = 0
     not_recomputable: str | None = None
     overwrites: tuple[int, ...] = ()
+    is_barrier: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,11 @@ class Program:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @cached_property
+    def barriers(self) -> tuple[int, ...]:
+        """Ids of the operators that are barriers."""
+        return tuple(o.id for o in self.operators if o.is_barrier)
 
     @cached_property
     def root_tensor(self) -> tuple[int, ...]:
@@ -227,7 +236,8 @@ class Program:
             digest.update(
                 f"o {o.phase.value} {o.inputs} {o.outputs} {o.cost_ns} {o.workspace_bytes}"
                 f" {o.not_recomputable is not None}"
-                f"{f' {o.overwrites}' if o.overwrites else ''}\n".encode()
+                f"{f' {o.overwrites}' if o.overwrites else ''}"
+                f"{' barrier' if o.is_barrier else ''}\n".encode()
             )
         digest.update(f"{self.outputs} {self.boundary}".encode())
         return digest.hexdigest()[:16]

@@ -268,6 +268,8 @@ class _Replay:
             if o < self.last_once_operator:
                 raise self.fail(f"{op.name!r} runs out of order; it may run only once")
             self.last_once_operator = o
+        if program.barriers and not self.runs[o]:
+            self.check_barriers(o)
         for t in op.inputs:
             if t not in self.defined:
                 raise self.fail(f"{op.name!r} reads {program.tensors[t].name!r}, not in memory")
@@ -290,6 +292,15 @@ class _Replay:
                     self.live_bytes += program.storages[s].size_bytes
             self.defined.add(t)
         return duplicate_bytes + op.workspace_bytes
+
+    def check_barriers(self, o: int) -> None:
+        """Operator ``o``, which has not run yet, is on its side of every barrier."""
+        operators = self.program.operators
+        for barrier in self.program.barriers:
+            if barrier < o and not self.runs[barrier]:
+                raise self.fail(f"{operators[o].name!r} runs before {operators[barrier].name!r}")
+            if barrier == o and not all(self.runs[before] for before in range(o)):
+                raise self.fail(f"{operators[o].name!r} runs before what comes before it")
 
     def free(self, s: int) -> None:
         program = self.program

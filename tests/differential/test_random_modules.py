@@ -36,9 +36,12 @@ def seeds() -> list[Any]:
 
 
 # Dynamo looks at ``.grad`` of every input, a non-leaf's included.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("planned_quickly"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
+]
 
 
 @pytest.mark.parametrize("seed", seeds())

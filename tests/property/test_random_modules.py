@@ -6,9 +6,12 @@ import pytest
 
 from workloads.random_modules import Case, check, check_inductor, check_sizes
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("planned_quickly"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
+]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 6, 7])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.errors import InfeasibleBudgetError, PlanError
 from dtrcompile.passes.planning.orders import orders, permuted, plan_of_permuted
 from dtrcompile.passes.planning.planners import keep_all, make_planner, minimum_plan
+from dtrcompile.passes.program.io import from_json, to_json
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.program.replay import replay
 from workloads.random_programs import budgets, cost_or_none, random_program
@@ -89,3 +91,31 @@ def test_never_more_expensive_than_in_the_programs_order() -> None:
 def test_a_budget_below_every_order() -> None:
     with pytest.raises(InfeasibleBudgetError):
         make_planner("auto").plan(branches(2), 50)
+
+
+def test_nothing_crosses_a_barrier() -> None:
+    """It stands for other graphs of the step, which run at that moment and at no other."""
+    p = ProgramBuilder()
+    x = p.constant("x", 1, StorageKind.INPUT)
+    once = "it draws"
+    before = [p.operator(f"before{i}", [x], [100], not_recomputable=once)[0] for i in range(3)]
+    p.operator("barrier", [], [], not_recomputable="others run", is_barrier=True)
+    after = [p.operator(f"after{i}", [b], [1])[0] for i, b in enumerate(before)]
+    program = p.build(after)
+    needed_bytes = 1 + 3 * 100 + 1
+    assert replay(program, keep_all(program))[0].peak_bytes == needed_bytes
+    assert make_planner("brute-force").smallest_budget_bytes(program) == needed_bytes
+    assert not orders(program)
+    order = (0, 4, 1, 5, 2, 3, 6)
+    with pytest.raises(PlanError, match="'after0' runs before 'barrier'"):
+        replay(program, plan_of_permuted(program, order, keep_all(without(program, order)), "test"))
+    order = (0, 1, 3, 4, 2, 5, 6)
+    with pytest.raises(PlanError, match="'barrier' runs before what comes before it"):
+        replay(program, plan_of_permuted(program, order, keep_all(without(program, order)), "test"))
+    assert from_json(to_json(program)) == program
+
+
+def without(program: Program, order: tuple[int, ...]) -> Program:
+    """The program in that order, and without barriers."""
+    other = permuted(program, order)
+    return replace(other, operators=tuple(replace(o, is_barrier=False) for o in other.operators))

@@ -130,6 +130,13 @@ class _Search:
         for op in program.operators:
             for s in op.overwrites:
                 overwriters.setdefault(s, []).append(op.id)
+        # For each operator, those that have to have run before it.
+        self.waits_for = [
+            _mask(range(op.id))
+            if op.is_barrier
+            else _mask(b for b in program.barriers if b < op.id)
+            for op in program.operators
+        ]
         # For each operator, those that overwrite what it reads.
         self.overwriters = [
             _mask(o for t in op.inputs for o in overwriters.get(program.tensors[t].storage, ()))
@@ -236,7 +243,7 @@ class _Search:
     def may_run(self, state: _State, o: int) -> bool:
         """Whether the referee lets operator ``o`` run, and it does something."""
         has_run = state.done >> o & 1
-        if state.done & self.overwriters[o]:
+        if state.done & self.overwriters[o] or self.waits_for[o] & ~state.done:
             return False
         is_forward = self.forward >> o & 1
         if self.inputs[o] & ~state.defined or (has_run and not self.outputs[o] & ~state.defined):
