@@ -1,4 +1,4 @@
-"""What is another order of first runs worth to ``auto``?
+"""What is another order of first runs worth: planner ``ordered`` against ``auto``.
 
 Planned overhead and smallest peak in the program's own order, and in the better one of two, for the
 captured programs of `bench.zoo`; budgets are shares of the baseline's peak and small distances from

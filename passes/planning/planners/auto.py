@@ -7,9 +7,9 @@ search over retention intervals (`search`), which gets what is left of the time.
 wins, then the lower peak, then the order of the candidates.  A plan that is proven to be optimal
 (`cover`) ends it all.
 
-All of that is done for the program's own order of first runs, and once more for another one in
-which it holds less (`orders`); the cheaper plan is taken.  Where neither has a plan, what other
-orders there are is tried.
+Where it is asked to (`order`, planner `ordered`), it does the same once more for another order of
+first runs, in which the program holds less (`orders`), of a small program for all that `orders`
+knows; the cheapest plan is taken.
 
 The amount of work is fixed by the program and the options, never by a clock: `planning_s` is
 turned into units of work, so the same program and options give the same plan on every machine and
@@ -115,7 +115,7 @@ class AutoPlanner(Planner):
     heuristic: str | None = None
     cost_limit: float = 8.0
     planning_s: float | None = None
-    order: str = "best"
+    order: str = "program"
     first_fit: bool = False
 
     def __post_init__(self) -> None:
