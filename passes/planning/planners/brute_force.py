@@ -132,7 +132,7 @@ class _Search:
                 overwriters.setdefault(s, []).append(op.id)
         # For each operator, those that have to have run before it.
         self.waits_for = [
-            _mask(range(op.id))
+            _mask(iter(range(op.id)))
             if op.is_barrier
             else _mask(b for b in program.barriers if b < op.id)
             for op in program.operators
