@@ -118,6 +118,15 @@ def largest_of(model: Model, calls: int) -> tuple[int, int]:
     return max(sizes_of(model, calls), key=lambda size: model.inputs(*size)[0].numel())
 
 
+def mark_sizes(model: Model, inputs: Sequence[torch.Tensor]) -> None:
+    """Have Dynamo take the sizes that vary for dynamic."""
+    for dimension in model.dynamic_dims:
+        torch._dynamo.mark_dynamic(inputs[0], dimension)
+    if len(inputs) > 1:
+        for dimension in range(inputs[1].dim()):
+            torch._dynamo.mark_dynamic(inputs[1], dimension)
+
+
 def run(model: Model, module: nn.Module, calls: int, mode: str, options: dict[str, object]) -> Seen:
     """All sizes twice, at one budget."""
     torch._dynamo.reset()
@@ -130,11 +139,7 @@ def run(model: Model, module: nn.Module, calls: int, mode: str, options: dict[st
         for batch, length in sizes_of(model, calls) * 2:
             inputs = model.inputs(batch, length)
             if mode == "mark_dynamic":
-                for dimension in model.dynamic_dims:
-                    torch._dynamo.mark_dynamic(inputs[0], dimension)
-                if len(inputs) > 1:
-                    for dimension in range(inputs[1].dim()):
-                        torch._dynamo.mark_dynamic(inputs[1], dimension)
+                mark_sizes(model, inputs)
             trained.zero_grad(set_to_none=True)
             try:
                 seen.peaks.append(held_bytes(trained, compiled, inputs, options["compiler"]))
@@ -159,8 +164,7 @@ def plain_takes_marked_sizes(model: Model, module: nn.Module) -> bool:
     """Whether plain `torch.compile` trains the model with sizes that are marked as dynamic."""
     torch._dynamo.reset()
     inputs = model.inputs(4, 16)
-    for dimension in model.dynamic_dims:
-        torch._dynamo.mark_dynamic(inputs[0], dimension)
+    mark_sizes(model, inputs)
     try:
         torch.compile(copy.deepcopy(module))(*inputs).backward()
     except ConstraintViolationError:

@@ -35,20 +35,20 @@ from workloads.captured import captured_of
 _OF_BASELINE, _OF_SMALLEST = (70, 50, 30), (120, 105, 101)
 
 
-def planned(program: Program, budget_bytes: int, order: str) -> tuple[float, float]:
+def planned(program: Program, budget_bytes: int, planner: str) -> tuple[float, float]:
     """(overhead, processor seconds); infinite where no plan is found."""
     start = time.process_time()
     try:
-        plan = make_planner("auto", order=order).plan(program, budget_bytes)
+        plan = make_planner(planner).plan(program, budget_bytes)
     except InfeasibleBudgetError:
         return math.inf, time.process_time() - start
     return replay(program, plan)[1].overhead, time.process_time() - start
 
 
-def smallest(program: Program, order: str) -> tuple[int, float]:
+def smallest(program: Program, planner: str) -> tuple[int, float]:
     """(the smallest peak in bytes, processor seconds)."""
     start = time.process_time()
-    plan = minimum_plan(program, make_planner("auto", order=order))
+    plan = minimum_plan(program, make_planner(planner))
     return replay(program, plan)[0].peak_bytes, time.process_time() - start
 
 
@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, inputs = ZOO[name].build(scale)
         program = captured_of(module, *inputs).program
         baseline_bytes = replay(program, keep_all(program))[0].peak_bytes
-        own_bytes, own_s = smallest(program, "program")
-        best_bytes, best_s = smallest(program, "best")
+        own_bytes, own_s = smallest(program, "auto")
+        best_bytes, best_s = smallest(program, "ordered")
         cells = [f"{own_bytes / baseline_bytes:.4f}", f"{best_bytes / baseline_bytes:.4f}"]
         rows.append((name, "smallest", *cells, f"{best_s / own_s:.2f}"))
         row = {
@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seen: list[dict[str, object]] = [
             {
                 "budget": "min",
-                "peak_bytes": {"program": own_bytes, "best": best_bytes},
-                "planning_s": {"program": own_s, "best": best_s},
+                "peak_bytes": {"auto": own_bytes, "ordered": best_bytes},
+                "planning_s": {"auto": own_s, "ordered": best_s},
             }
         ]
         for whole, percents, of in (
@@ -96,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             for percent in percents:
                 budget_bytes = whole * percent // 100
-                own, own_s = planned(program, budget_bytes, "program")
-                best, best_s = planned(program, budget_bytes, "best")
+                own, own_s = planned(program, budget_bytes, "auto")
+                best, best_s = planned(program, budget_bytes, "ordered")
                 if own < math.inf or best < math.inf:
                     cells = [f"{overhead:.4f}" for overhead in (own, best)]
                     ratio = f"{best_s / max(own_s, 1e-9):.2f}"
@@ -109,10 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "budget": f"{percent}{of}",
                         "budget_bytes": budget_bytes,
                         "overhead": {
-                            "program": own if own < math.inf else None,
-                            "best": best if best < math.inf else None,
+                            "auto": own if own < math.inf else None,
+                            "ordered": best if best < math.inf else None,
                         },
-                        "planning_s": {"program": own_s, "best": best_s},
+                        "planning_s": {"auto": own_s, "ordered": best_s},
                     }
                 )
         for cell in seen:

@@ -420,20 +420,12 @@ def test_what_is_computed_again_is_not_there_a_second_time() -> None:
     assert relative_error(found, gradients_of(modules)) <= SAME
 
 
-# What the loss outside of the graphs holds: its backward squares, scales and multiplies.
-OF_THE_LOSS = 4 * 4 * BATCH * WIDTH
-
-
 def encoder_and_decoder(budget: object, **options: object) -> list[int]:
-    """Live peaks of three steps of two modules that are compiled apart, with Inductor.
-
-    The loss is outside of both: a warning says so, and to set aside what it holds.
-    """
+    """Live peaks of three steps of two modules that are compiled apart, with Inductor."""
     torch.manual_seed(3)
     modules = [nn.Sequential(*(Block() for _ in range(4))) for _ in range(2)]
     x = torch.randn(BATCH, WIDTH)
-    options |= {"compiler": "inductor", "reserve": OF_THE_LOSS}
-    first, second = (compile_dtr(m, budget, **options) for m in modules)
+    first, second = (compile_dtr(m, budget, compiler="inductor", **options) for m in modules)
     peaks = []
     for _ in range(3):
         for module in modules:

@@ -83,7 +83,7 @@ def test_a_recomputation_that_is_read_stays() -> None:
 @pytest.mark.parametrize("planner", ["auto", "dtr"])
 def test_random_programs_never_need_more(planner: str) -> None:
     planned = recomputing = changed = 0
-    for seed in range(240):
+    for seed in range(200):
         numbers = random.Random(seed)
         program = random_program(numbers.randint)
         baseline_bytes = replay(program, keep_all(program))[1].peak_bytes
@@ -102,8 +102,8 @@ def test_random_programs_never_need_more(planner: str) -> None:
         planned += 1
         recomputing += bool(after.recomputed)
         changed += tight != plan
-    # Of auto's 227, 56 and 29; of dtr's 212, 77 and 99.
-    assert planned >= 200
+    # Of auto's 183, 73 and 36; of dtr's 177, 67 and 86.
+    assert planned >= 170
     assert recomputing >= 50
     assert changed >= 20
 
