@@ -5,10 +5,16 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from dtrcompile.passes.source_hash import hash_of_folder
+from dtrcompile.passes import source_hash
 
 
 @lru_cache(maxsize=1)
 def package_hash() -> str:
-    """Hex digest of the source that was imported."""
-    return hash_of_folder(Path(__file__).parent)
+    """Hex digest of the source that was imported.
+
+    The passes are named besides: where a checkout has no symbolic links, they are not in the
+    package's folder.
+    """
+    return source_hash.hash_of_folders(
+        Path(__file__).parent, Path(source_hash.__file__).resolve().parent
+    )

@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 
 
-def hash_of_folder(root: Path) -> str:
-    """Hex digest over every Python file below ``root``, names and contents."""
+def hash_of_folders(*roots: Path) -> str:
+    """Hex digest over every Python file below the ``roots``, names and contents."""
     digest = hashlib.sha256()
-    for path in python_files(root):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
-        digest.update(path.read_bytes() + b"\0")
+    for root in roots:
+        for path in python_files(root):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+            digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -29,7 +29,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from dtrcompile.passes.device.costs import cpu_name
-from dtrcompile.passes.source_hash import hash_of_folder
+from dtrcompile.passes.source_hash import hash_of_folders
 from dtrcompile.passes.target.devices import Target, current_target
 from dtrcompile.passes.torch_private import (
     CacheArtifactManager,
@@ -224,7 +224,7 @@ def _installation(target: Target | None) -> tuple[object, ...]:
         torch_key(),
         torch.__version__,
         torch.version.cuda,
-        hash_of_folder(Path(__file__).parents[1]),
+        hash_of_folders(Path(__file__).parents[1]),
         torch.backends.cpu.get_cpu_capability(),
         cpu_name(),
         devices,
