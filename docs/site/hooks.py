@@ -1,13 +1,14 @@
 """What MkDocs is told beside ``mkdocs.yml``: documents that are written for a checkout, as a site.
 
 The documents are read in two places: in a checkout, where a link may lead to any file, and as a
-site, which has only what is in ``docs/``.  So the documents of the root folder and the scripts of
-``docs/examples`` become pages of the site, links to them lead to these pages, and a link to any
-other file of the repository becomes the file's path.
+site, which has only what is in ``docs/``.  So the documents of the root folder and the scripts and
+notebooks of ``docs/examples`` become pages of the site, links to them lead to these pages, and a
+link to any other file of the repository becomes the file's path.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -33,14 +34,37 @@ def on_files(files: Files, *, config: Any) -> Files:
     for name, page in ROOT_PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=for_site(text, name)))
-    for script in sorted((ROOT / "docs/examples").glob("*.py")):
-        source = script.read_text(encoding="utf-8")
-        page = f"# {script.name}\n\n```python\n{source}```\n"
-        files.append(File.generated(config, f"examples/{script.stem}.md", content=page))
-        python = files.get_file_from_path(f"examples/{script.name}")
-        if python is not None:
-            files.remove(python)
+    for example in sorted((ROOT / "docs/examples").iterdir()):
+        if example.suffix not in _EXAMPLES:
+            continue
+        page = _EXAMPLES[example.suffix](example)
+        files.append(File.generated(config, f"examples/{example.stem}.md", content=page))
+        source = files.get_file_from_path(f"examples/{example.name}")
+        if source is not None:
+            files.remove(source)
     return files
+
+
+def _page_of_script(path: Path) -> str:
+    return f"# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
+
+
+def _page_of_notebook(path: Path) -> str:
+    """The cells of a notebook, and what they printed when it was run for the repository."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(for_site(source, f"docs/examples/{path.name}"))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            text = output["text"] if "text" in output else output["data"]["text/plain"]
+            parts.append(f"```text\n{''.join(text).rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+_EXAMPLES = {".py": _page_of_script, ".ipynb": _page_of_notebook}
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -91,7 +115,8 @@ def _page_of(path: str) -> str | None:
         return ROOT_PAGES[path]
     if not path.startswith("docs/"):
         return None
-    if path.startswith("docs/examples/") and path.endswith(".py"):
-        return path.removeprefix("docs/").removesuffix(".py") + ".md"
     inside = path.removeprefix("docs/")
+    stem, suffix = posixpath.splitext(inside)
+    if posixpath.dirname(inside) == "examples" and suffix in _EXAMPLES:
+        return f"{stem}.md"
     return f"{inside}/README.md" if (ROOT / path).is_dir() else inside

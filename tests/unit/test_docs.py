@@ -71,8 +71,10 @@ def test_python_examples_are_python(path: Path) -> None:
 
 
 def test_every_example_has_a_row() -> None:
-    rows = re.findall(r"^\| \[(\w+\.py)\]", read("docs/examples/README.md"), flags=re.MULTILINE)
-    assert sorted(rows) == sorted(path.name for path in (ROOT / "docs/examples").glob("*.py"))
+    text = read("docs/examples/README.md")
+    rows = re.findall(r"^(?:\| )?\[(\w+\.(?:py|ipynb))\]", text, flags=re.MULTILINE)
+    examples = {p.name for p in (ROOT / "docs/examples").iterdir() if p.suffix in (".py", ".ipynb")}
+    assert sorted(rows) == sorted(examples)
 
 
 def test_the_citation_names_this_version() -> None:
