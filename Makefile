@@ -14,7 +14,7 @@ GPU ?=
 # as long to compile and change no schedule, on one thread, kept where the next command finds them.
 LIGHT = OMP_NUM_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=0 TORCHINDUCTOR_CACHE_DIR="$(CURDIR)/.cache/inductor"
 
-.PHONY: help demo demo-quick test test-all lint format docs bench-quick gpu build clean
+.PHONY: help demo demo-quick test test-all lint format docs bench-quick gpu build smoke-test clean
 
 help:
 	@echo "make demo         train a small GPT without a budget, at 40 % and at the minimum"
@@ -27,6 +27,7 @@ help:
 	@echo "make demo-quick   the demo, small"
 	@echo "make gpu          what is promised for CUDA, on the GPU that is here"
 	@echo "make build        sdist and wheel into dist/"
+	@echo "make smoke-test   install what was built, and train with it without a compiler"
 	@echo "make clean        remove what the others made, .venv included"
 	@echo "TORCH=2.15.0 after any of them: with that release of torch"
 
@@ -67,6 +68,9 @@ gpu:
 
 build:
 	@python="$$(.ci/environment dev,demo "$(PYTHON)" "$(TORCH)")" && "$$python" -m build
+
+smoke-test:
+	@.ci/smoke-test "$(PYTHON)" "$(TORCH)"
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
