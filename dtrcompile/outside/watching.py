@@ -398,9 +398,7 @@ class _Peak:
                 is_inside = is_inside or name.startswith(_BACKWARD)
                 operator = operator if name.startswith(_NO_OPERATORS) else name
             elif _tag(outer) == "PyCall" and not where:
-                caller = outer.extra_fields.caller
-                path = _path(caller.file_name)
-                where = f"{path}:{caller.line_number}" if is_users_code(path) else ""
+                where = _users_line(outer)
             outer = outer.parent
         return Held(operator or "an allocation", where, size_bytes), is_inside
 
@@ -423,6 +421,17 @@ class _Peak:
             sizes["what no Python object owns", "before the step"] += self.unknown_bytes
         found = [Held(what, where, size) for (what, where), size in sizes.items() if size]
         return tuple(sorted(found, key=lambda h: (-h.size_bytes, h.what, h.where)))
+
+
+def _users_line(call: Any) -> str:
+    """``file:line`` that a call comes from; empty if it is not the user's code."""
+    caller = call.extra_fields.caller
+    try:
+        path = _path(caller.file_name)
+    except UnicodeDecodeError:
+        # The profiler points to a name whose code object no longer exists.
+        return ""
+    return f"{path}:{caller.line_number}" if is_users_code(path) else ""
 
 
 def _path(name: str) -> str:
