@@ -13,25 +13,24 @@ what reads a constant before what overwrites it, and everything on its side of a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dtrcompile.passes.program.plan import Compute, Plan, Step
 from dtrcompile.passes.program.program import Program
 
 
-def orders(program: Program) -> list[tuple[int, ...]]:
+def orders(program: Program) -> Iterator[tuple[int, ...]]:
     """Orders of the operators that hold less, if each runs once; the program's own is left out.
 
     The one that is the better more often comes first.
     """
-    own = tuple(range(len(program.operators)))
-    found: dict[tuple[int, ...], None] = {}
+    found = {tuple(range(len(program.operators)))}
     for waits in (True, False):
         order = _Listing(program, waits=waits).run()
-        if order != own:
-            found[order] = None
-    return list(found)
+        if order not in found:
+            found.add(order)
+            yield order
 
 
 def permuted(program: Program, order: Sequence[int]) -> Program:

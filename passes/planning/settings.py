@@ -22,10 +22,11 @@ MINIMUM_TOLERANCE_DIVISOR: Final = 1024
 """Divides a budget in bytes.  A smallest budget is searched until it is known to within the
 result: a thousandth.  Not measured."""
 
-NEXT_SEARCH_DIVISOR: Final = 16
-"""Divides the smallest budget of one search (`Planner.minimum_searches`): the next one begins that
-much below it.  Other orders of first runs save up to 3 % on ten models, and more where branches do
-not depend on one another."""
+NEXT_SEARCH_DIVISOR: Final = 128
+"""Divides the smallest budget of one search (`Planner.minimum_searches`): the next one, in another
+order of first runs, begins that much below it, and is as exact.  Of ten models, that order saves
+nothing for seven, which one try tells, and 1.6 to 2.1 % for three (`python -m
+bench.planner_orders`)."""
 
 # Planner `auto`: how much it works
 
@@ -50,7 +51,7 @@ MAX_DEFAULT_S: Final = 5.0
 
 MAX_OPERATORS_IN_ALL_ORDERS: Final = 64
 """Operators.  Larger programs are planned in two orders of first runs, their own and the first of
-`orders`, since each takes as long as the first.  A third one is worth little: `python -m
+`orders`, since each takes time.  A third one is worth little: `python -m
 bench.planner_gaps` compares plans of tiny programs with the optimum over all orders."""
 
 CANDIDATE_WORK_SHARE: Final = 0.3

@@ -70,7 +70,7 @@ def test_what_overwrites_a_constant_waits_for_its_readers() -> None:
     (d,) = p.operator("d", [a], [1], 10)
     p.operator("write", [w], [], 5, not_recomputable="an effect", overwrites=[w])
     program = p.build([c, d])
-    found = orders(program)
+    found = list(orders(program))
     assert found
     for order in found:
         assert set(order[: order.index(4)]) >= {0, 1}
@@ -105,7 +105,7 @@ def test_nothing_crosses_a_barrier() -> None:
     needed_bytes = 1 + 3 * 100 + 1
     assert replay(program, keep_all(program))[0].peak_bytes == needed_bytes
     assert make_planner("brute-force").smallest_budget_bytes(program) == needed_bytes
-    assert not orders(program)
+    assert not list(orders(program))
     order = (0, 4, 1, 5, 2, 3, 6)
     with pytest.raises(PlanError, match="'after0' runs before 'barrier'"):
         replay(program, plan_of_permuted(program, order, keep_all(without(program, order)), "test"))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import isabstract
 from pkgutil import iter_modules
@@ -80,35 +81,57 @@ def minimum_plan(program: Program, planner: Planner) -> Plan:
 def _minimum(program: Program, planner: Planner) -> tuple[int, Plan]:
     """A budget at which ``planner`` finds a plan, as small as could be found, and that plan."""
     baseline = keep_all(program)
-    high = found_at = replay(program, baseline)[0].peak_bytes
-    least = lower_bound_bytes(program)
-    quick_plan: Plan | None = None
+    baseline_bytes = replay(program, baseline)[0].peak_bytes
+    found = _Smallest(baseline_bytes, baseline_bytes, None)
     for quick in planner.minimum_searches():
-        low = least - 1  # infeasible
-        # The bound itself is worth the first try; once something was found, a little below it.
-        budget_bytes = least if quick_plan is None else high - high // NEXT_SEARCH_DIVISOR
-        for _ in range(MAX_BISECTION_RUNS):
-            if high - low <= max(1, high // MINIMUM_TOLERANCE_DIVISOR):
-                break  # near enough
-            budget_bytes = max(budget_bytes, least)
-            try:
-                quick_plan = quick.plan(program, budget_bytes)
-            except InfeasibleBudgetError:
-                low = budget_bytes
-            else:
-                found_at = budget_bytes
-                high = replay(program, quick_plan, planner.link)[0].peak_bytes
-            budget_bytes = (low + high) // 2
-    if quick_plan is None:
-        return high, baseline
+        found = _smaller(program, quick, found)
+    if found.plan is None:
+        return baseline_bytes, baseline
     # A plan may need less than the budget that it was found at; but the budget that is named must
     # be one at which the planner itself succeeds.
-    for budget_bytes in dict.fromkeys((high, found_at)):
+    for budget_bytes in dict.fromkeys((found.peak_bytes, found.budget_bytes)):
         try:
             return budget_bytes, planner.plan(program, budget_bytes)
         except InfeasibleBudgetError:
             continue
-    return found_at, quick_plan
+    return found.budget_bytes, found.plan
+
+
+@dataclass(frozen=True)
+class _Smallest:
+    """A plan, what it holds, and the budget that it was found at; no plan: the baseline."""
+
+    peak_bytes: int
+    budget_bytes: int
+    plan: Plan | None
+
+
+def _smaller(program: Program, quick: Planner, found: _Smallest) -> _Smallest:
+    """The smallest plan of one search, or ``found`` if there is none that is smaller.
+
+    Without a plan, the search begins with the lower bound, and goes on by bisection.  With one it
+    looks a little below, further each time that it finds something, and bisects in the end: a
+    budget that cannot be met takes the longest.
+    """
+    least_bytes = lower_bound_bytes(program)
+    low = least_bytes - 1  # infeasible
+    divisor = MINIMUM_TOLERANCE_DIVISOR if found.plan is None else NEXT_SEARCH_DIVISOR
+    step = 0 if found.plan is None else found.peak_bytes // divisor
+    budget_bytes = max(found.peak_bytes - step if step else 0, least_bytes)
+    for _ in range(MAX_BISECTION_RUNS):
+        if found.peak_bytes - low <= max(1, found.peak_bytes // divisor):
+            break  # near enough
+        try:
+            plan = quick.plan(program, budget_bytes)
+        except InfeasibleBudgetError:
+            low, step = budget_bytes, 0
+        else:
+            peak_bytes = replay(program, plan, quick.link)[0].peak_bytes
+            found = _Smallest(peak_bytes, budget_bytes, plan)
+            step *= 2
+        middle = (low + found.peak_bytes) // 2
+        budget_bytes = max(found.peak_bytes - step, middle) if step else middle
+    return found
 
 
 def infeasible(program: Program, budget_bytes: int, planner: Planner) -> InfeasibleBudgetError:

@@ -7,9 +7,10 @@ search over retention intervals (`search`), which gets what is left of the time.
 wins, then the lower peak, then the order of the candidates.  A plan that is proven to be optimal
 (`cover`) ends it all.
 
-Where it is asked to (`order`, planner `ordered`), it does the same once more for another order of
-first runs, in which the program holds less (`orders`), of a small program for all that `orders`
-knows; the cheapest plan is taken.
+Where it is asked to (`order`, planner `ordered`), it tries another order of first runs too, in which
+the program holds less (`orders`), of a small program all that `orders` knows: the heuristics run in
+it, and where they find a plan that is cheaper than the one at hand, the search goes on from there.
+The program's own order is always searched, so no plan is more expensive for it.
 
 The amount of work is fixed by the program and the options, never by a clock: `planning_s` is
 turned into units of work, so the same program and options give the same plan on every machine and
@@ -19,7 +20,9 @@ every rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import ClassVar
 
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
@@ -96,6 +99,19 @@ _ORDERS = ("program", "other", "best")
 
 
 @dataclass(frozen=True)
+class _Found:
+    """The best schedule in one order of first runs.
+
+    Attributes:
+        schedule: with operators numbered in that order.
+        is_squeezed: no heuristic got through at this budget.
+    """
+
+    schedule: Schedule
+    is_squeezed: bool = False
+
+
+@dataclass(frozen=True)
 class AutoPlanner(Planner):
     """See the module docstring.
 
@@ -129,52 +145,51 @@ class AutoPlanner(Planner):
     def plan(self, program: Program, budget_bytes: int) -> Plan:
         if budget_bytes < lower_bound_bytes(program):
             raise InfeasibleBudgetError(budget_bytes)
-        found: list[tuple[tuple[int, int], Plan]] = []
+        best: _Found | None = None
+        best_plan: Plan | None = None
         for order in self._orders(program):
-            if found and self.first_fit:
-                break
             in_order = program if order is None else permuted(program, order)
             try:
-                schedule, plan = self._plan_in_order(in_order, budget_bytes, bool(found))
+                found, plan = self._found_in_order(in_order, budget_bytes, best)
             except InfeasibleBudgetError:
                 continue
+            if best is not None and found.schedule.rank >= best.schedule.rank:
+                continue
+            best, best_plan = found, plan
             if order is not None:
-                plan = plan_of_permuted(program, order, plan, self.name)
-            found.append((schedule.rank, plan))
-            if schedule.cost_ns == program.cost_ns:
+                best_plan = plan_of_permuted(program, order, plan, self.name)
+            if self.first_fit or found.schedule.cost_ns == program.cost_ns:
                 break
-        if not found:
+        if best_plan is None:
             raise InfeasibleBudgetError(budget_bytes)
-        return min(found, key=lambda ranked: ranked[0])[1]
+        return best_plan
 
-    def _orders(self, program: Program) -> list[tuple[int, ...] | None]:
+    def _orders(self, program: Program) -> Iterator[tuple[int, ...] | None]:
         """Orders of first runs; None is the program's own."""
-        tried: list[tuple[int, ...] | None] = [] if self.order == "other" else [None]
+        if self.order != "other":
+            yield None
         if self.order != "program":
-            others = orders(program)
             is_small = len(program.operators) <= MAX_OPERATORS_IN_ALL_ORDERS
-            tried += others if is_small else others[:1]
-        return tried
+            yield from islice(orders(program), None if is_small else 1)
 
-    def _plan_in_order(
-        self, program: Program, budget_bytes: int, is_planned: bool
-    ) -> tuple[Schedule, Plan]:
-        """The cheapest found with first runs in the program's order.
+    def _found_in_order(
+        self, program: Program, budget_bytes: int, rival: _Found | None
+    ) -> tuple[_Found, Plan]:
+        """The cheapest schedule found with first runs in the program's order, and its plan.
 
         Args:
-            is_planned: whether there is a plan in another order, so that this one is given up
-                where heuristics do not get through.
+            rival: of another order; this one is given up if the heuristics find nothing cheaper.
 
         Raises:
-            InfeasibleBudgetError: if there is none.
+            InfeasibleBudgetError: if there is none, or it was given up.
         """
         baseline = keep_all(program)
         index = ProgramIndex.of(program)
-        best = schedule_of(index, baseline.steps)
-        if best.peak_bytes <= budget_bytes:
-            return best, baseline
-        best = self._best_schedule(index, budget_bytes, squeeze=not is_planned)
-        return best, judged_plan(program, best, budget_bytes, self.name)
+        schedule = schedule_of(index, baseline.steps)
+        if schedule.peak_bytes <= budget_bytes:
+            return _Found(schedule), baseline
+        found = self._best_found(index, budget_bytes, rival)
+        return found, judged_plan(program, found.schedule, budget_bytes, self.name)
 
     def _work(self, index: ProgramIndex) -> int:
         """Units of work for one plan."""
@@ -183,27 +198,32 @@ class AutoPlanner(Planner):
             seconds = default_planning_s(index.n_operators)
         return int(seconds * WORK_PER_S)
 
-    def _best_schedule(self, index: ProgramIndex, budget_bytes: int, *, squeeze: bool) -> Schedule:
+    def _best_found(self, index: ProgramIndex, budget_bytes: int, rival: _Found | None) -> _Found:
         """The cheapest schedule found.
 
         Raises:
-            InfeasibleBudgetError: if there is none.
+            InfeasibleBudgetError: if there is none, or none that is likely to beat the rival.
         """
         work = self._work(index)
         if self.first_fit:
-            return self._first_schedule(index, budget_bytes, work)
+            return _Found(self._first_schedule(index, budget_bytes, work))
         least_ns = 0
         if index.n_operators <= MAX_PROVABLE_OPERATORS:
             least_ns = least_cost_ns(index, budget_bytes)
         seeds = self._seeds(index, budget_bytes, int(CANDIDATE_WORK_SHARE * work), least_ns)
         if seeds and seeds[0].cost_ns <= least_ns:
-            return seeds[0]
+            return _Found(seeds[0])
         chain = binomial_seed(index, budget_bytes)
         if chain is not None:
             seeds = sorted([chain, *seeds], key=lambda schedule: schedule.rank)
+        is_squeezed = not seeds
+        if rival is not None and (
+            not rival.is_squeezed if is_squeezed else seeds[0].cost_ns >= rival.schedule.cost_ns
+        ):
+            raise InfeasibleBudgetError(budget_bytes)
         searches = [Search(_loaded(index, budget_bytes, seed)) for seed in seeds[:MAX_SEEDS]]
         searches = [s for s in searches if s.repair(work_limit=s.work + work)]
-        if not seeds and squeeze:
+        if is_squeezed:
             searches = self._squeezed(index, budget_bytes, work)
         if searches:
             seeds.append(self._searched(searches, work, least_ns))
@@ -214,7 +234,7 @@ class AutoPlanner(Planner):
         ]
         if not fitting:
             raise InfeasibleBudgetError(budget_bytes)
-        return min(fitting, key=lambda schedule: schedule.rank)
+        return _Found(min(fitting, key=lambda schedule: schedule.rank), is_squeezed)
 
     def _first_schedule(self, index: ProgramIndex, budget_bytes: int, work: int) -> Schedule:
         """The first schedule found that fits.
