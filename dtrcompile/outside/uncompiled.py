@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -357,7 +357,7 @@ class LossBytes:
     Attributes:
         peak_bytes: the most, by the rules of eager PyTorch: an operator that saves something for
             backward keeps its result, and the largest of them runs beside that, with what it reads
-            and makes.
+            and makes, and with the intermediate results of its backward's formula.
         held_bytes: as long as backward runs: the loss and its gradient, which the caller and
             autograd hold.
     """
@@ -379,7 +379,7 @@ def loss_bytes(node: Any) -> LossBytes | None:
         outside = _nodes_outside(roots, node)
         if outside is not None:
             kept_bytes = sum(_output_bytes(n) for n in outside if _saves(n))
-            running_bytes = [_output_bytes(n) + _input_bytes(n) for n in outside]
+            running_bytes = [_running_bytes(n) for n in outside]
             held_bytes = sum(2 * _output_bytes(n) for n in roots if n in outside)
             return LossBytes(kept_bytes + max(running_bytes, default=0) + held_bytes, held_bytes)
     return None
@@ -427,6 +427,45 @@ def _is_compiled(node: Any) -> bool:
 def _saves(node: Any) -> bool:
     """Whether an operator may keep tensors for backward."""
     return any(name.startswith("_raw_saved_") for name in dir(type(node)))
+
+
+# What the formulas of autograd (derivatives.yaml) hold between the gradient that they read and the
+# one that they make, in tensors of the operator's size; other operators have kernels of their own,
+# which hold next to nothing (tests/unit/test_loss_bytes.py).
+_INTERMEDIATE_RESULTS: Final = {
+    "AbsBackward0": 1.0,
+    "AmaxBackward0": 1.5,
+    "AminBackward0": 1.5,
+    "Atan2Backward0": 3.0,
+    "ClampBackward1": 0.5,
+    "CosBackward0": 2.0,
+    "CumsumBackward0": 2.0,
+    "DivBackward0": 3.0,
+    "ErfBackward0": 4.0,
+    "LinalgVectorNormBackward0": 1.0,
+    "Log1PBackward0": 1.0,
+    "LogaddexpBackward0": 3.0,
+    "LogsumexpBackward0": 2.0,
+    "MaximumBackward0": 1.5,
+    "MinimumBackward0": 1.5,
+    "PowBackward0": 2.0,
+    "PowBackward1": 5.0,
+    "ProdBackward1": 1.5,
+    "ReciprocalBackward0": 2.0,
+    "RsqrtBackward0": 2.0,
+    "SinBackward0": 1.0,
+    "SoftMarginLossBackward0": 2.0,
+    "SqrtBackward0": 1.0,
+    "StdBackward0": 1.25,
+    "VarBackward0": 1.25,
+}
+
+
+def _running_bytes(node: Any) -> int:
+    """While an operator's backward runs: the gradient it reads, the one it makes, and between."""
+    made_bytes, read_bytes = _input_bytes(node), _output_bytes(node)
+    count = _INTERMEDIATE_RESULTS.get(str(node.name()), 0.0)
+    return read_bytes + made_bytes + math.ceil(count * max(made_bytes, read_bytes))
 
 
 def _output_bytes(node: Any) -> int:
