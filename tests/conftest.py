@@ -97,10 +97,15 @@ def fresh_state() -> Iterator[None]:
         sys.modules["torch._dynamo"].reset()
 
 
-@pytest.fixture
-def planned_quickly() -> None:
-    """For tests to which any plan will do: where nothing is compiled, planning takes most time."""
-    dtrcompile.set_defaults(planning_s=0.02)
+@pytest.fixture(scope="module")
+def planned_quickly() -> Iterator[None]:
+    """For tests to which any plan will do: planning takes most of their time.
+
+    Processes that a test starts plan quickly too.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(variable_of("planning_s"), "0.02")
+        yield
 
 
 _MANY_MODULES = 20

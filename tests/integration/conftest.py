@@ -28,3 +28,8 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setattr(disk_cache, "is_on", lambda: not inductor_config.force_disable_caches)
     with CacheArtifactManager.with_fresh_cache():
         yield tmp_path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plans_that_will_do(planned_quickly: None) -> None:
+    """What is asserted here is what a step holds and computes, for whatever plan it runs."""

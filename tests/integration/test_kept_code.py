@@ -153,6 +153,11 @@ def test_every_script_sees_the_same_in_the_second_process(tmp_path: Path, budget
 # --- keys -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plans_that_will_do() -> None:
+    """Plans are made with all that is built in: options are part of what is kept."""
+
+
 @pytest.fixture
 def folder(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kept_code, "is_asked", lambda: True)

@@ -38,6 +38,11 @@ from workloads.training import compile_dtr, gradients_of
 ENTRY = {"plan": "text", "numbers": [1, 2]}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plans_that_will_do() -> None:
+    """Plans are made with all that is built in: options are part of what is kept."""
+
+
 @pytest.fixture
 def folder(cache_folder: Path) -> Path:
     return cache_folder

@@ -34,7 +34,6 @@ from workloads.training import (
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("planned_quickly"),
     pytest.mark.filterwarnings(
         # Dynamo looks at ``.grad`` of every input, a non-leaf's included.
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
