@@ -325,8 +325,8 @@ def _tell_of_loss(outside: Mapping[str, int], peak_bytes: int, where: str, calle
         where,
         f"backward comes through operators that ran outside of the graph ({names}). They made up to"
         f" {format_bytes(total_bytes)} of what the model returned at {called_at}, which does not"
-        " count. Compute the loss in the compiled model or function, or set the bytes aside with"
-        " 'reserve'",
+        " count in the first step, and counts as an estimate from then on. Compute the loss in the"
+        " compiled model or function, or set the bytes aside with 'reserve'",
     )
 
 
