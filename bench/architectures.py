@@ -36,10 +36,10 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -119,6 +119,27 @@ def spectrum() -> Batch:
     return {"input_features": torch.randn(BATCH, 8, 2 * LENGTH), "labels": ids(length=8)}
 
 
+class Trainable(Protocol):
+    """What `judge` asks of an architecture, whichever library it is of."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and of what a batch has of floating-point numbers."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws numbers when it is built with dropout."""
+
+    def build(self, *, dropout: bool) -> nn.Module:
+        """Random weights, always the same.  Without dropout, nothing in it draws numbers."""
+
+    def batch(self) -> Batch:
+        """Arguments of one call, and what the loss compares its result with."""
+
+    def loss(self, called: Callable[..., Any], batch: Batch) -> Tensor:
+        """What a user computes of one call, and calls ``backward`` of."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One model of the library, small.
@@ -152,6 +173,10 @@ class Architecture:
         library = importlib.import_module("transformers")
         config = getattr(library, self.model).config_class(**self.sizes)
         return silence(config)
+
+    def loss(self, called: Callable[..., Any], batch: Batch) -> Tensor:
+        """The model computes it."""
+        return called(**batch).loss
 
 
 DRAWN = ("drop", "mask_time_prob", "mask_feature_prob", "router_jitter_noise")
@@ -458,7 +483,7 @@ def seed_all() -> None:
     torch.manual_seed(SEED)
 
 
-def batch_of(architecture: Architecture) -> Batch:
+def batch_of(architecture: Trainable) -> Batch:
     torch.manual_seed(SEED)
     batch = architecture.batch()
     return {
@@ -470,15 +495,21 @@ def batch_of(architecture: Architecture) -> Batch:
 
 
 def steps(
-    module: nn.Module, called: Callable[..., Any], batch: Batch, *, count: int, traced: bool
+    architecture: Trainable,
+    module: nn.Module,
+    called: Callable[..., Any],
+    *,
+    count: int,
+    traced: bool,
 ) -> Trained:
     """Trains as a user does; every step sees the same weights, batch and random numbers."""
+    batch = batch_of(architecture)
     gradients, peaks, uncounted = [], [], []
     tensors = [value for value in batch.values() if isinstance(value, Tensor)]
     before_bytes = static_bytes(module, *tensors)
 
     def step() -> None:
-        called(**batch).loss.backward()
+        architecture.loss(called, batch).backward()
 
     for number in range(count):
         module.zero_grad(set_to_none=True)
@@ -508,7 +539,7 @@ def miscounted() -> Iterable[str]:
 
 
 def train(
-    architecture: Architecture,
+    architecture: Trainable,
     budget: object,
     *,
     compiler: str,
@@ -531,9 +562,8 @@ def train(
         options = {"budget": named, "compiler": compiler}
         compiled = torch.compile(module, backend=dtr, options=options)
         try:
-            batch = batch_of(architecture)
             traced = compiler == "inductor"
-            trained = steps(module, compiled, batch, count=count, traced=traced)
+            trained = steps(architecture, module, compiled, count=count, traced=traced)
         except Exception as error:
             refusal = cause_of(error)
             if not isinstance(refusal, InfeasibleBudgetError):
@@ -545,20 +575,19 @@ def train(
         return Trained(trained.gradients, named, trained.peak_bytes, trained.uncounted)
 
 
-def eager(architecture: Architecture) -> Gradients:
+def eager(architecture: Trainable) -> Gradients:
     """Without `torch.compile` and without dropout."""
     module = architecture.build(dropout=False)
-    batch = batch_of(architecture)
-    return steps(module, module, batch, count=1, traced=False).gradients[0]
+    return steps(architecture, module, module, count=1, traced=False).gradients[0]
 
 
-def dynamo_fails(architecture: Architecture) -> str | None:
+def dynamo_fails(architecture: Trainable) -> str | None:
     """What stops Dynamo and AOTAutograd by themselves, or None."""
     torch._dynamo.reset()
     module = architecture.build(dropout=True)
     compiled = torch.compile(module, backend="aot_eager")
     try:
-        steps(module, compiled, batch_of(architecture), count=1, traced=False)
+        steps(architecture, module, compiled, count=1, traced=False)
     except Exception as error:  # whatever it is, it is not ours
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
@@ -575,7 +604,7 @@ def latest_reports() -> list[dtrcompile.CompileReport]:
 
 
 def judge(
-    architecture: Architecture,
+    architecture: Trainable,
     budget: object,
     *,
     compiler: str,
@@ -589,7 +618,9 @@ def judge(
         unbudgeted: steps without a budget, where the architecture draws numbers.
     """
     bad: list[str] = []
+    begun = time.perf_counter()
     trained = train(architecture, budget, compiler=compiler, dropout=unbudgeted is not None)
+    seconds = time.perf_counter() - begun
     reports = latest_reports()
     budgets = {report.budget_bytes for report in reports if report.budget_bytes is not None}
     budget_bytes = max(budgets, default=None)
@@ -615,6 +646,7 @@ def judge(
         "graphs": len(reports),
         "recomputed_runs": sum(report.recomputed_runs for report in reports),
         "baseline_bytes": max((report.baseline_peak_bytes for report in reports), default=0),
+        "seconds": round(seconds, 1),
     }
     if unbudgeted is not None:
         error = furthest(trained, unbudgeted.gradients[-1])
@@ -631,6 +663,42 @@ def judge(
             bad.append(f"gradients differ by {error:.1e} from eager ones")
     row["bad"] = bad
     return row
+
+
+def judged(
+    architecture: Trainable, budgets: Sequence[str], *, compiler: str
+) -> Iterator[dict[str, Any]]:
+    """A row for each budget; where the model does not train, the last row says why."""
+    budget = budgets[0]
+    try:
+        expected = eager(architecture)
+        unbudgeted = None
+        if architecture.draws:
+            unbudgeted = train(architecture, "100%", compiler=compiler, dropout=True)
+        for budget in budgets:
+            yield judge(
+                architecture, budget, compiler=compiler, expected=expected, unbudgeted=unbudgeted
+            )
+    except Exception as error:  # any is a finding, unless Dynamo has it by itself
+        reason = dynamo_fails(architecture)
+        text = f"Dynamo cannot: {reason}" if reason else repr(cause_of(error))[:500]
+        if reason is None:
+            traceback.print_exc(limit=-4)
+        yield {"budget": budget, "compiler": compiler, "dynamo_fails": reason, "error": text}
+
+
+def is_ours(row: Mapping[str, Any]) -> bool:
+    """Whether a row says of something that has to hold that it does not."""
+    return bool(row.get("bad")) or ("error" in row and row.get("dynamo_fails") is None)
+
+
+def prepare() -> None:
+    """What every run begins with: quiet libraries, one thread, kernels kept."""
+    use_kernel_cache()
+    for logger in ("dtrcompile", "torch._dynamo", "transformers"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # several add an embedding's gradients in any order
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -728,11 +796,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = UNDER_INDUCTOR if arguments.inductor else tuple(ARCHITECTURES)
     names = arguments.names.split(",") if arguments.names else QUICK if arguments.quick else chosen
     budgets = (arguments.budgets or ("50%" if arguments.quick else ",".join(BUDGETS))).split(",")
-    use_kernel_cache()
-    for logger in ("dtrcompile", "torch._dynamo", "transformers"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # several add an embedding's gradients in any order
+    prepare()
     versions = {"transformers": importlib.import_module("transformers").__version__}
     description = machine(torch.device("cpu")) | versions
     rows: list[dict[str, Any]] = []
@@ -740,36 +804,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         begun = time.perf_counter()
         say(name)
-        architecture = ARCHITECTURES[name]
         row = {"bench": "architectures", "name": name, "machine": description}
-        measured: list[dict[str, Any]] = []
-        budget = budgets[0]
-        try:
-            expected = eager(architecture)
-            unbudgeted = None
-            if architecture.draws:
-                unbudgeted = train(architecture, "100%", compiler=compiler, dropout=True)
-            for budget in budgets:
-                measured.append(
-                    row
-                    | judge(
-                        architecture,
-                        budget,
-                        compiler=compiler,
-                        expected=expected,
-                        unbudgeted=unbudgeted,
-                    )
-                )
-        except Exception as error:  # any is a finding, unless Dynamo has it by itself
-            reason = dynamo_fails(architecture)
-            text = f"Dynamo cannot: {reason}" if reason else repr(cause_of(error))[:500]
-            cannot = {"budget": budget, "compiler": compiler, "dynamo_fails": reason}
-            measured.append(row | cannot | {"error": text})
-            failed |= reason is None
-            if reason is None:
-                traceback.print_exc(limit=-4)
+        judgements = judged(ARCHITECTURES[name], budgets, compiler=compiler)
+        measured = [row | judgement for judgement in judgements]
         for row in measured:
-            failed |= bool(row.get("bad"))
+            failed |= is_ours(row)
             say("; ".join([f"  {row['budget']}", *row.get("bad", [row.get("error", "")])]))
             write_json_line(arguments.out, row)
         rows += measured
