@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dtrcompile.passes.errors import PlanError
+from dtrcompile.passes.fitting.fit import holding
 from dtrcompile.passes.fitting.sharing import (
     ALONE,
     Demand,
@@ -206,8 +207,25 @@ def test_what_is_handed_on_must_be_there_when_forward_returns() -> None:
     (output,) = program.held_from_boundary
     index = plan.steps.index(Boundary())
     early = replace(plan, steps=(*plan.steps[:index], Free(output), *plan.steps[index:]))
-    with pytest.raises(PlanError, match="before that"):
+    with pytest.raises(PlanError, match="forward output 'out' is not in memory"):
         replay(program, early)
+
+
+def test_an_output_that_forward_makes_twice_may_be_handed_on() -> None:
+    program = graph_of_a_step(3)
+    steps = keep_all(program).steps
+    (made,) = (o.id for o in program.operators if o.name == "out")
+    (output,) = program.held_from_boundary
+    at = steps.index(Compute(made)) + 1
+    twice = Plan((*steps[:at], Free(output), Compute(made), *steps[at:]), program.fingerprint, "")
+    # It is held until the end there; whoever makes the plan does not know yet who will hold it.
+    assert replay(program, tighten(program, twice))[1].recomputed == {made: 1}
+    given = handing_on(program)
+    _, stats = replay(given, tighten(given, holding(given, twice)))
+    assert stats.recomputed == {made: 1}
+    # As if it was made once: what was returned is gone in backward.
+    once = replay(given, tighten(given, keep_all(given)))[1]
+    assert stats.backward_peak_bytes == once.backward_peak_bytes
 
 
 @pytest.mark.parametrize(("room", "expected"), [(100, 100), (60, 55), (20, 10)])
