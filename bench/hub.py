@@ -311,6 +311,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.rows:
         measured_before = read(arguments.rows)
         print(summary(measured_before))
+        missing = [member.name for member in remaining(members(LIBRARIES), measured_before)]
+        if missing:
+            print(f"not run: {len(missing)} models: {', '.join(missing)}")
         return int(any(map(is_failure, measured_before)))
     libraries = arguments.libraries.split(",") if arguments.libraries else list(LIBRARIES)
     for library in libraries:

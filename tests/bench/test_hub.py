@@ -85,7 +85,9 @@ def test_only_what_is_ours_makes_the_status(
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
     assert hub.main(["--rows", str(path)]) == status
-    assert "| all |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| all |" in printed
+    assert f"not run: {len(hub.members(LIBRARIES)) - 1} models: gpt2, " in printed
 
 
 def test_what_a_file_holds_is_not_run_again() -> None:
