@@ -13,9 +13,11 @@ they differ, and writes it into the row.
 
 from __future__ import annotations
 
+import abc
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +59,33 @@ def wake(module: nn.Module) -> None:
                 parameter.normal_(std=0.1)
 
 
+class _OfALibrary(abc.ABC):
+    """How the models of both libraries get ready to train."""
+
+    dtype: torch.dtype
+
+    @abc.abstractmethod
+    def _made(self) -> nn.Module:
+        """As the library makes it."""
+
+    def build(self, *, dropout: bool) -> nn.Module:
+        """Random weights, always the same.  Without dropout, nothing in it draws numbers."""
+        torch.manual_seed(SEED)
+        module = self._made()
+        wake(module)
+        if not dropout:
+            silence(module)
+        # Some models keep parts in float32 and warn of any conversion.
+        return (module if self.dtype == torch.float32 else module.to(self.dtype)).train()
+
+    @property
+    def draws(self) -> bool:
+        """Whether the constructor puts something that drops into the model."""
+        return silence(self.build(dropout=True))
+
+
 @dataclass(frozen=True)
-class OfTimm:
+class OfTimm(_OfALibrary):
     """A classifier of images; users compute its loss outside of it.
 
     Attributes:
@@ -74,26 +101,14 @@ class OfTimm:
     pixels: int = 32
     dtype: torch.dtype = torch.float32
 
-    def build(self, *, dropout: bool) -> nn.Module:
-        """Random weights, always the same.  Without dropout, nothing in it draws numbers."""
-        library = importlib.import_module("timm")
-        torch.manual_seed(SEED)
-        module: nn.Module
+    def _made(self) -> nn.Module:
         if "." in self.model:
             file, name = self.model.split(".")
-            model_class = getattr(importlib.import_module(f"timm.models.{file}"), name)
-            module = model_class(num_classes=CLASSES, **self.sizes)
+            make = getattr(importlib.import_module(f"timm.models.{file}"), name)
         else:
-            module = library.create_model(self.model, num_classes=CLASSES, **self.sizes)
-        wake(module)
-        if not dropout:
-            silence(module)
-        return module.to(self.dtype).train()
-
-    @property
-    def draws(self) -> bool:
-        """Whether the constructor puts something that drops into the model."""
-        return silence(self.build(dropout=True))
+            make = partial(importlib.import_module("timm").create_model, self.model)
+        module: nn.Module = make(num_classes=CLASSES, **self.sizes)
+        return module
 
     def batch(self) -> Batch:
         """Images and their classes."""
@@ -108,7 +123,7 @@ class OfTimm:
 
 
 @dataclass(frozen=True)
-class OfDiffusers:
+class OfDiffusers(_OfALibrary):
     """A network of `diffusers`; its loss is the squared distance of its result from noise.
 
     Attributes:
@@ -123,21 +138,9 @@ class OfDiffusers:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
 
-    def build(self, *, dropout: bool) -> nn.Module:
-        """Random weights, always the same.  Without dropout, nothing in it draws numbers."""
-        library = importlib.import_module("diffusers")
-        torch.manual_seed(SEED)
-        module: nn.Module = getattr(library, self.model)(**self.sizes)
-        wake(module)
-        if not dropout:
-            silence(module)
-        # Some models keep parts in float32 and warn of any conversion.
-        return (module if self.dtype == torch.float32 else module.to(self.dtype)).train()
-
-    @property
-    def draws(self) -> bool:
-        """Whether the constructor puts something that drops into the model."""
-        return silence(self.build(dropout=True))
+    def _made(self) -> nn.Module:
+        module: nn.Module = getattr(importlib.import_module("diffusers"), self.model)(**self.sizes)
+        return module
 
     def loss(self, called: Callable[..., Any], batch: Batch) -> Tensor:
         """The mean square of what the call returns, tensor by tensor, with the target at one."""
@@ -548,6 +551,14 @@ _CROSS_UP = ("UpBlock2D", "CrossAttnUpBlock2D")
 _CROSS = {"cross_attention_dim": TEXT_WIDTH, "attention_head_dim": 4, "sample_size": LATENT}
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
 _DIT = {**_HEADS, "in_channels": 4, "sample_size": LATENT, "patch_size": 2, "num_layers": 2}
+_COGVIEW = {
+    **_DIT,
+    "out_channels": 4,
+    "text_embed_dim": 16,
+    "time_embed_dim": 8,
+    "condition_dim": 4,
+    "pos_embed_max_size": 8,
+}
 _CODED = {
     "block_out_channels": (8, 16),
     "down_block_types": ("DownEncoderBlock2D",) * 2,
@@ -713,14 +724,12 @@ DIFFUSION_TRANSFORMERS: dict[str, Trainable] = {
     "cogview3plus": OfDiffusers(
         "CogView3PlusTransformer2DModel",
         sized,
-        {**_DIT, "out_channels": 4, "text_embed_dim": 16, "time_embed_dim": 8}
-        | {"condition_dim": 4, "pos_embed_max_size": 8},
+        _COGVIEW,
     ),
     "cogview4": OfDiffusers(
         "CogView4Transformer2DModel",
         sized,
-        {**_DIT, "out_channels": 4, "text_embed_dim": 16, "time_embed_dim": 8}
-        | {"condition_dim": 4, "pos_embed_max_size": 8, "rope_axes_dim": (8, 8)},
+        {**_COGVIEW, "rope_axes_dim": (8, 8)},
     ),
     "cogvideox": OfDiffusers(
         "CogVideoXTransformer3DModel",

@@ -25,7 +25,7 @@ result: a thousandth.  Not measured."""
 NEXT_SEARCH_DIVISOR: Final = 128
 """Divides the smallest budget of one search (`Planner.minimum_searches`): the next one, in another
 order of first runs, begins that much below it, and is as exact.  Of ten models, that order saves
-nothing for seven, which one try tells, and 1.6 to 2.1 % for three (`python -m
+nothing for six, which one try tells, and 1.1 to 2.7 % for four (`python -m
 bench.planner_orders`)."""
 
 # Planner `auto`: how much it works

@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from torch._dynamo import list_backends
 
-from tests.integration.test_frameworks import EXAMPLES, ROOT, run_example
+from tests.integration.test_frameworks import EXAMPLES, run_example, run_python
 
 # As in a user's process: plans and code of an earlier run are read from disk.
 CACHES = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
@@ -63,14 +62,7 @@ def test_a_notebook_trains_where_plain_compilation_runs_out_of_memory(tmp_path: 
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     path, executed = EXAMPLES / "out_of_memory.ipynb", tmp_path / "executed.ipynb"
-    done = subprocess.run(
-        [sys.executable, "-c", EXECUTE, str(path), str(executed)],
-        env={**os.environ, **CACHES, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_python(EXECUTE, str(path), str(executed), **CACHES)
     if os.environ.get("DOCS_ACCEPT") == "1":
         path.write_text(executed.read_text(encoding="utf-8"), encoding="utf-8")
     printed = [

@@ -35,8 +35,8 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def run_example(script: str, *arguments: str, **variables: str) -> str:
-    """What a script prints, with these environment variables; fails if the script does."""
+def run_python(code: str, *arguments: str, **variables: str) -> str:
+    """What a process prints that runs ``code``, in this checkout; fails if the process does."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -45,7 +45,7 @@ def run_example(script: str, *arguments: str, **variables: str) -> str:
         **variables,
     }
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(EXAMPLES / script), *arguments],
+        [sys.executable, "-c", code, *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -53,6 +53,11 @@ def run_example(script: str, *arguments: str, **variables: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def run_example(script: str, *arguments: str, **variables: str) -> str:
+    """What a script prints, with these environment variables; fails if the script does."""
+    return run_python(RUN, str(EXAMPLES / script), *arguments, **variables)
 
 
 def run(script: str, *arguments: str) -> str:

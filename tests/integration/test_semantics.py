@@ -33,15 +33,13 @@ from workloads.training import (
     unwrap,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings(
-        # Dynamo looks at ``.grad`` of every input, a non-leaf's included.
-        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-        # Dynamo makes an instance of a custom autograd function while it traces it.
-        "ignore:.*should not be instantiated:DeprecationWarning",
-        "ignore:flex_attention called without torch.compile:UserWarning",
-    ),
-]
+# Dynamo looks at ``.grad`` of every input, a non-leaf's included.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    # Dynamo makes an instance of a custom autograd function while it traces it.
+    "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore:flex_attention called without torch.compile:UserWarning",
+)
 
 
 @functools.cache
