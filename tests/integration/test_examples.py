@@ -69,6 +69,7 @@ def test_a_notebook_trains_where_plain_compilation_runs_out_of_memory(tmp_path: 
         text
         for cell in json.loads(executed.read_text(encoding="utf-8"))["cells"]
         for output in cell.get("outputs", ())
+        if output.get("name") != "stderr"  # what a release of PyTorch says of the machine
         for text in ("".join(output.get("text", output.get("data", {}).get("text/plain", ""))),)
     ]
     error, losses, report, plain = printed
