@@ -154,8 +154,14 @@ def _returned(gm: fx.GraphModule) -> Returned:
     if not any(v.requires_grad for v in made):
         return Returned()
     storages = {s._cdata: hint(s.nbytes()) for s in (v.untyped_storage() for v in made)}
+    # (Losses are computed in float32 of results that are less exact.)
+    values = {
+        v.untyped_storage()._cdata: hint(v.numel()) * max(v.itemsize, torch.float32.itemsize)
+        for v in made
+        if v.requires_grad
+    }
     has_loss = any(v.requires_grad and v.numel() == 1 for v in made)
-    return Returned(sum(storages.values()), has_loss=has_loss)
+    return Returned(sum(storages.values()), sum(values.values()), has_loss=has_loss)
 
 
 def _reset() -> None:

@@ -144,7 +144,7 @@ class Session:
             self.know_around(self.around_bytes)
         budget_bytes = self.step_peak.budget_bytes(
             self.options,
-            baseline.peak_bytes,
+            baseline.peak_with(self.assignment.others),
             self.available_bytes,
             trains=trains,
             beside=self.assignment.beside,

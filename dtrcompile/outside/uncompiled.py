@@ -17,7 +17,6 @@ A function that Dynamo never looks at (``torch.compiler.disable`` around the who
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import sys
@@ -25,13 +24,13 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx
 
+from dtrcompile.outside.loss import backward_calls, nodes_outside, output_bytes, saves
 from dtrcompile.passes.errors import DTRError, format_bytes
 from dtrcompile.passes.torch_private import (
     BackendCompilerFailed,
@@ -306,7 +305,7 @@ def look_at_backward(node: Any, peak_bytes: int, called_at: str) -> None:
 
     def arrived(_gradients: Any) -> None:
         handle.remove()
-        for frame, roots in _backward_calls():
+        for frame, roots in backward_calls():
             outside = _computed_outside(roots, reference())
             if outside is not None:
                 _tell_of_loss(outside, peak_bytes, _where(frame), called_at)
@@ -324,65 +323,10 @@ def _tell_of_loss(outside: Mapping[str, int], peak_bytes: int, where: str, calle
         "loss",
         where,
         f"backward comes through operators that ran outside of the graph ({names}). They made up to"
-        f" {format_bytes(total_bytes)} of what the model returned at {called_at}, which does not"
-        " count in the first step, and counts as an estimate from then on. Compute the loss in the"
-        " compiled model or function, or set the bytes aside with 'reserve'",
+        f" {format_bytes(total_bytes)} of what the model returned at {called_at}, which is"
+        " estimated and not planned. Compute the loss in the compiled model or function, and it is"
+        " planned too",
     )
-
-
-def _backward_calls() -> list[tuple[FrameType, list[Any]]]:
-    """The calls of autograd's engine that run now, and the nodes that each starts from.
-
-    Backward on a device other than the CPU runs in a thread of its own.
-    """
-    found = []
-    # No variable may still refer to this function's own frame when it returns: the cycle would hold
-    # the gradients that the frames below refer to.
-    frames = list(sys._current_frames().values())
-    while frames:
-        frame = frames.pop(0)
-        if frame.f_code.co_name == "_engine_run_backward":
-            outputs = frame.f_locals.get("t_outputs", ())
-            nodes = [o.grad_fn if isinstance(o, torch.Tensor) else o.node for o in outputs]
-            found.append((frame, [n for n in nodes if n is not None]))
-        if frame.f_back is not None:
-            frames.insert(0, frame.f_back)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class LossBytes:
-    """About what is held between compiled graphs and the loss.
-
-    Attributes:
-        peak_bytes: the most, by the rules of eager PyTorch: an operator that saves something for
-            backward keeps its result, and the largest of them runs beside that, with what it reads
-            and makes, and with the intermediate results of its backward's formula.
-        held_bytes: as long as backward runs: the loss and its gradient, which the caller and
-            autograd hold.
-    """
-
-    peak_bytes: int = 0
-    held_bytes: int = 0
-
-
-def loss_bytes(node: Any) -> LossBytes | None:
-    """What ran between a graph whose backward begins and the loss.
-
-    Args:
-        node: the graph's autograd node.
-
-    Returns:
-        None where that cannot be told.
-    """
-    for _, roots in _backward_calls():
-        outside = _nodes_outside(roots, node)
-        if outside is not None:
-            kept_bytes = sum(_output_bytes(n) for n in outside if _saves(n))
-            running_bytes = [_running_bytes(n) for n in outside]
-            held_bytes = sum(2 * _output_bytes(n) for n in roots if n in outside)
-            return LossBytes(kept_bytes + max(running_bytes, default=0) + held_bytes, held_bytes)
-    return None
 
 
 def _computed_outside(roots: list[Any], node: Any) -> dict[str, int] | None:
@@ -391,100 +335,14 @@ def _computed_outside(roots: list[Any], node: Any) -> dict[str, int] | None:
     Returns:
         Bytes of their outputs by operator; None if ``node`` is not among the graphs.
     """
-    nodes = _nodes_outside(roots, node)
+    nodes = nodes_outside(roots, node)
     if nodes is None:
         return None
     outside: dict[str, int] = {}
-    for found in filter(_saves, nodes):
+    for found in filter(saves, nodes):
         name = found.name().removesuffix("Backward0")
-        outside[name] = outside.get(name, 0) + _output_bytes(found)
+        outside[name] = outside.get(name, 0) + output_bytes(found)
     return outside
-
-
-def _nodes_outside(roots: list[Any], node: Any) -> list[Any] | None:
-    """Autograd's nodes from ``roots`` to the first compiled graphs; None if ``node`` is not among
-    these."""
-    outside: list[Any] = []
-    is_reached = False
-    pending, seen = list(roots), set(roots)
-    while pending:
-        found = pending.pop()
-        if found is node:
-            is_reached = True
-        elif not _is_compiled(found):
-            outside.append(found)
-            for following, _ in found.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    pending.append(following)
-    return outside if is_reached else None
-
-
-def _is_compiled(node: Any) -> bool:
-    return str(node.name()).startswith("CompiledFunction")
-
-
-def _saves(node: Any) -> bool:
-    """Whether an operator may keep tensors for backward."""
-    return any(name.startswith("_raw_saved_") for name in dir(type(node)))
-
-
-# What the formulas of autograd (derivatives.yaml) hold between the gradient that they read and the
-# one that they make, in tensors of the operator's size; other operators have kernels of their own,
-# which hold next to nothing (tests/unit/test_loss_bytes.py).
-_INTERMEDIATE_RESULTS: Final = {
-    "AbsBackward0": 1.0,
-    "AmaxBackward0": 1.5,
-    "AminBackward0": 1.5,
-    "Atan2Backward0": 3.0,
-    "ClampBackward1": 0.5,
-    "CosBackward0": 2.0,
-    "CumsumBackward0": 2.0,
-    "DivBackward0": 3.0,
-    "ErfBackward0": 4.0,
-    "LinalgVectorNormBackward0": 1.0,
-    "Log1PBackward0": 1.0,
-    "LogaddexpBackward0": 3.0,
-    "LogsumexpBackward0": 2.0,
-    "MaximumBackward0": 1.5,
-    "MinimumBackward0": 1.5,
-    "PowBackward0": 2.0,
-    "PowBackward1": 5.0,
-    "ProdBackward1": 1.5,
-    "ReciprocalBackward0": 2.0,
-    "RsqrtBackward0": 2.0,
-    "SinBackward0": 1.0,
-    "SoftMarginLossBackward0": 2.0,
-    "SqrtBackward0": 1.0,
-    "StdBackward0": 1.25,
-    "VarBackward0": 1.25,
-}
-
-
-def _running_bytes(node: Any) -> int:
-    """While an operator's backward runs: the gradient it reads, the one it makes, and between."""
-    made_bytes, read_bytes = _input_bytes(node), _output_bytes(node)
-    count = _INTERMEDIATE_RESULTS.get(str(node.name()), 0.0)
-    return read_bytes + made_bytes + math.ceil(count * max(made_bytes, read_bytes))
-
-
-def _output_bytes(node: Any) -> int:
-    return sum(_bytes_of(made) for made in node._input_metadata)
-
-
-def _input_bytes(node: Any) -> int:
-    """Of the inputs that gradients are computed for, parameters left out."""
-    return sum(
-        _bytes_of(maker._input_metadata[i])
-        for maker, i in node.next_functions
-        if maker is not None and not hasattr(maker, "variable")
-    )
-
-
-def _bytes_of(made: Any) -> int:
-    if made.is_nested_tensor:
-        return 0
-    return math.prod(int(size) for size in made.shape) * int(made.dtype.itemsize)
 
 
 # --- lines --------------------------------------------------------------------------------------

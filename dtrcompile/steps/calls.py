@@ -8,13 +8,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtrcompile.outside.uncompiled import LossBytes
+from dtrcompile.outside.loss import LossBytes, OutsideLoss
 from dtrcompile.passes.device.allocators import EXACT, Allocator
 from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.graphs.storage_sizes import viewed_storages
@@ -140,11 +140,11 @@ class Call(Generic[GraphT]):
         addresses = {self.addresses[i] for i in gone} - taken
         return sum(size for address, size in self.outputs.items() if address in addresses)
 
-    def see_backward(self, holders: tuple[int, ...], node: Any, loss: LossBytes | None) -> None:
+    def see_backward(self, holders: tuple[int, ...], node: Any, loss: OutsideLoss | None) -> None:
         """The backward of ``node`` begins; what the graph itself saved is not held by others.
 
         Args:
-            loss: what is held between graphs and the loss.
+            loss: what runs between graphs and the loss.
         """
         counts = {
             i: storage_use_count(s.cdata)
@@ -165,9 +165,7 @@ class Call(Generic[GraphT]):
         )
         self.holders = holders
         if loss is not None:
-            # What the operators read and nobody else holds is gone when they are done.
-            gone_bytes = self.gone_bytes(set())
-            self.loss = replace(loss, peak_bytes=max(0, loss.peak_bytes - gone_bytes))
+            self.loss = loss.without(self.gone_bytes(set()))
 
     @property
     def handed_on(self) -> HandedOn:

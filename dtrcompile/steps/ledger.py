@@ -27,7 +27,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +69,19 @@ _SHARE_OF_ONE = (
 _FIRST_STEP = (
     "This is what the first step needs up to this graph. Other graphs of the step are not planned"
     " yet, and the whole step may need more."
+)
+_EXPECTS_LOSS = (
+    "{} are set aside for what runs between the graph and the loss, which is not known before the"
+    " first backward"
+)
+_NO_ROOM_FOR_LOSS = (
+    "No plan within the budget leaves room for every loss that may be computed outside of the"
+    " graph, so the first step may hold up to about %s more than the budget. Compute the loss in"
+    " the compiled model or function."
+)
+_LOSS_OUTSIDE = (
+    "About {} of that is what runs outside of the graphs, between the model and the loss. Compute"
+    " the loss in the compiled model or function, and it is planned too."
 )
 # Forms of a step that graphs are planned for.
 _MAX_FORMS = 4
@@ -199,11 +212,19 @@ class Ledger:
             if any(c.is_done for c in self.calls) and not self.anything_waits():
                 self.end_step()
             self.drop_evaluations()
+        refusals: list[InfeasibleBudgetError] = []
+
+        def fits(assignment: Assignment) -> bool:
+            refusal = self.refusal_of(graph, assignment)
+            if refusal is not None:
+                refusals.append(refusal)
+            return refusal is None
+
         assignment = self.first_assignment(more_follow, graph)
-        refusal = self.refusal_of(graph, assignment)
-        if refusal is None and self.is_above_any_share(graph):
-            refusal = self.refusal_of(graph, replace(assignment, handed_on=ALL_HANDED_ON))
-        if refusal is None:
+        expecting_loss = self.expecting_loss(assignment, graph)
+        if fits(expecting_loss or assignment) and (
+            not self.is_above_any_share(graph) or fits(replace(assignment, handed_on=ALL_HANDED_ON))
+        ):
             return
         has_room = self.release_saved()
         if has_room:
@@ -212,12 +233,39 @@ class Ledger:
             # Other graphs take what it returns: whether they do is seen when its backward begins.
             handed_on = ALL_HANDED_ON if more_follow else NOTHING_HANDED_ON
             assignment = replace(self.first_assignment(more_follow, graph), handed_on=handed_on)
-            refusal = self.refusal_of(graph, assignment)
-        least_bytes = 0 if refusal is None else refusal.minimum_bytes or 0
-        if refusal is not None and not more_follow and graph.returned.is_much(least_bytes):
-            refusal = self.refusal_of(graph, self.assignment_of_dropping(graph))
-        if refusal is not None:
-            raise self.advised(refusal, more_follow)
+            expecting_loss = self.expecting_loss(assignment, graph)
+            if fits(expecting_loss or assignment):
+                return
+        if not more_follow:
+            for tighter, missing_bytes in self.tighter_assignments(
+                graph, assignment, refusals[-1], expects_loss=expecting_loss is not None
+            ):
+                if fits(tighter):
+                    if missing_bytes:
+                        log.warning(_NO_ROOM_FOR_LOSS, format_bytes(missing_bytes))
+                    return
+        raise self.advised(min(refusals, key=_minimum_of), more_follow)
+
+    def expecting_loss(self, assignment: Assignment, graph: SharedGraph) -> Assignment | None:
+        """The same with room for a loss outside of the graphs; None where none is to be expected.
+
+        What the loss holds is seen when the graph's first backward begins.
+        """
+        loss_bytes = graph.returned.loss_bytes
+        is_open = assignment.is_provisional or self.options.is_whole_peak
+        if not loss_bytes or is_open or self.options.budget.kind is BudgetKind.MIN:
+            return None
+        others = assignment.others
+        note = _EXPECTS_LOSS.format(format_bytes(loss_bytes))
+        return replace(
+            assignment,
+            others=replace(
+                others,
+                between_bytes=others.between_bytes + loss_bytes,
+                gradient_bytes=others.gradient_bytes + graph.returned.kept_loss_bytes,
+            ),
+            note=f"{assignment.note}; {note}".lstrip("; "),
+        )
 
     def refusal_of(
         self, graph: SharedGraph, assignment: Assignment
@@ -229,16 +277,54 @@ class Ledger:
             return refusal
         return None
 
-    def assignment_of_dropping(self, graph: SharedGraph) -> Assignment:
-        """For a new graph whose caller gives up what it returns, as in ``loss_of(model(x))``.
+    def tighter_assignments(
+        self,
+        graph: SharedGraph,
+        assignment: Assignment,
+        refusal: InfeasibleBudgetError,
+        *,
+        expects_loss: bool,
+    ) -> Iterator[tuple[Assignment, int]]:
+        """What else may do for a new graph whose loss, if it has one, is outside of the graphs.
 
-        Whether the caller does is seen when its backward begins.
+        Its caller may give up what it returns, as in ``loss_of(model(x))``, which is seen when its
+        backward begins; and a loss may hold less than most.
+
+        Args:
+            refusal: of ``assignment``, or of that with room for a loss, if that ``expects_loss``.
+
+        Yields:
+            An assignment, and what it may lack for a loss.
+        """
+        returned, least_bytes = graph.returned, _minimum_of(refusal)
+        is_much = returned.is_much(least_bytes)
+        # Else the budget would be too small without all that.
+        may_do = least_bytes - returned.loss_bytes - returned.size_bytes <= refusal.budget_bytes
+        dropped_bytes = returned.loss_bytes_if_dropped
+        if is_much and expects_loss and may_do:
+            kept_bytes = returned.kept_loss_bytes
+            yield self.assignment_of_dropping(graph, dropped_bytes, kept_bytes), 0
+        if is_much:
+            loss_bytes = returned.usual_loss_bytes_if_dropped
+            missing_bytes = (dropped_bytes - loss_bytes) * expects_loss
+            yield self.assignment_of_dropping(graph, loss_bytes, 0), missing_bytes
+        if expects_loss and (may_do or not is_much):
+            yield assignment, returned.loss_bytes
+
+    def assignment_of_dropping(
+        self, graph: SharedGraph, loss_bytes: int, kept_bytes: int
+    ) -> Assignment:
+        """For a new graph whose caller gives up what it returns.
+
+        Args:
+            loss_bytes: what a loss outside holds.
+            kept_bytes: what it still holds while the graph's backward runs, beside scalars.
         """
         assignment = self.first_assignment(False, graph)
         others = replace(
             assignment.others,
-            between_bytes=graph.returned.after_bytes,
-            gradient_bytes=_SCALAR_BYTES,
+            between_bytes=loss_bytes,
+            gradient_bytes=kept_bytes + _SCALAR_BYTES,
         )
         return replace(assignment, others=others, handed_on=ALL_HANDED_ON)
 
@@ -383,14 +469,12 @@ class Ledger:
         """Plan and compile the graphs of a step for what was seen of it; refuse them if it does
         not fit."""
         step = self.step_of(form)
-        is_settled = step.is_settled
         try:
             step.compile()
         except InfeasibleBudgetError as refusal:
-            if is_settled:
-                # The graph holds its budget; it is what runs outside of it that has no room.
-                log.debug("no plan has room for what runs between the graph and the loss")
-                return
+            if step.loss_bytes:
+                advice = _LOSS_OUTSIDE.format(format_bytes(step.loss_bytes))
+                refusal = refusal.with_advice(f"{refusal.advice} {advice}".strip())
             # Not raised here: the caller may belong to another model.
             for call in form.calls:
                 call.graph.refuse(refusal)
@@ -542,15 +626,21 @@ class Ledger:
     # In the backward of a step that is recorded
 
     def collect_garbage(self) -> None:
-        """Collect garbage once in an observed step, before its first backward, and in a recorded
-        step if anything was compiled since.
+        """Collect garbage once in an observed step, before its first backward."""
+        if self.recording.is_observing and all(c.live_outputs is None for c in self.calls):
+            self.n_compiled_when_collected = compilations()
+            gc.collect()
+        else:
+            self.collect_after_compiling()
+
+    def collect_after_compiling(self) -> None:
+        """Collect garbage in a recorded step if anything was compiled since.
 
         Compiling leaves reference cycles that hold the user's frames, and with them tensors that
         the user no longer holds.
         """
-        is_first = self.recording.is_observing and all(c.live_outputs is None for c in self.calls)
         n_compiled = compilations()
-        if is_first or (self.is_recording and n_compiled != self.n_compiled_when_collected):
+        if self.is_recording and n_compiled != self.n_compiled_when_collected:
             self.n_compiled_when_collected = n_compiled
             gc.collect()
 
@@ -701,6 +791,10 @@ class Ledger:
         held_bytes = external_bytes(self.calls, self.related_calls()) + kept_bytes
         held_bytes += graph.assignment.beside.resident_bytes
         return max(0, held_bytes - graph.planned.chosen.constant_bytes) + sum(made.values())
+
+
+def _minimum_of(refusal: InfeasibleBudgetError) -> int:
+    return refusal.minimum_bytes or 0
 
 
 def unforeseen_bytes(waiting: Waiting, planned: Planned) -> int:

@@ -88,20 +88,44 @@ class Returned:
 
     Attributes:
         size_bytes: 0 where nothing can be given up.
+        float_bytes: the same of what a loss may be computed from, in float32 at least.
         has_loss: a loss is among it, so that nothing is likely to be computed from the rest.
     """
 
     size_bytes: int = 0
+    float_bytes: int = 0
     has_loss: bool = False
 
     @property
-    def after_bytes(self) -> int:
-        """About what a loss outside holds above it, until that can be seen.
+    def loss_bytes(self) -> int:
+        """About what a loss outside holds at most above it, until that can be seen.
 
-        One operator on it that keeps its result (the logarithms of probabilities), whose backward
-        reads one gradient and makes another; what was returned itself is gone by then.
+        It is more for few losses only (tests/unit/test_loss_bytes.py).
         """
-        return 0 if self.has_loss else 2 * self.size_bytes
+        return 0 if self.has_loss else 4 * self.float_bytes
+
+    @property
+    def loss_bytes_if_dropped(self) -> int:
+        """The same where what was returned itself is gone by then."""
+        return max(0, self.loss_bytes - self.size_bytes)
+
+    @property
+    def usual_loss_bytes_if_dropped(self) -> int:
+        """The same for cross-entropy.
+
+        It keeps the logarithms of probabilities; its backward reads their gradient, and makes that
+        of the scores.
+        """
+        return 0 if self.has_loss else max(0, 3 * self.float_bytes - self.size_bytes)
+
+    @property
+    def kept_loss_bytes(self) -> int:
+        """About what a loss outside holds at most while the graph's backward runs.
+
+        The mean that some of PyTorch's losses return is in the storage of the values that it is of
+        (`dtrcompile.outside.loss`).
+        """
+        return 0 if self.has_loss else self.float_bytes
 
     def is_much(self, peak_bytes: int) -> bool:
         """Whether a graph of that peak may be smaller by much if it is given up."""
@@ -161,6 +185,9 @@ class StepLedger(Protocol):
 
     def collect_garbage(self) -> None:
         """A backward begins in a step that may be recorded."""
+
+    def collect_after_compiling(self) -> None:
+        """A graph is called in a step that may be recorded."""
 
     def before_backward(self, graph: SharedGraph, waiting: Waiting) -> None:
         """The backward of a call is about to run."""
@@ -292,7 +319,7 @@ class SharedGraph:
             return assignment.budget_bytes
         return self.step_peak.budget_bytes(
             self.ledger.options,
-            planned.baseline.peak_bytes,
+            planned.baseline_peak_bytes,
             planned.available_bytes,
             trains=planned.trains,
             beside=assignment.beside,
@@ -455,6 +482,7 @@ class SharedGraph:
             or self.state is GraphState.OUTDATED
         ):
             self._choose(values)
+        ledger.collect_after_compiling()
         # A checkpointed region, or what is saved elsewhere.
         is_hooked = top_saved_tensors_hooks(True) is not None
         planned = None if is_hooked else self.planned

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dtrcompile.options import Options
+from dtrcompile.outside.loss import LossBytes
 from dtrcompile.outside.surroundings import NO_SURROUNDINGS, SurroundingBytes
-from dtrcompile.outside.uncompiled import LossBytes
 from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.fit import as_it_is
 from dtrcompile.passes.fitting.sharing import (
@@ -193,11 +193,18 @@ class TrainingStep:
         if len(self.graphs) != 1 or self.graphs[0].symbols:
             return False
         planned, seen = planned_of(self.graphs[0]), self.planned(0)
-        if not planned.is_default:
+        budget_bytes, peak_bytes = self.budget_bytes(), self.peak(self.held())
+        if budget_bytes is None:
+            is_at_loss = peak_bytes > seen.chosen.peak_bytes
             gained_bytes = planned.chosen.peak_bytes - seen.chosen.peak_bytes
-            return self.holds_more() or gained_bytes >= _WORTHWHILE * planned.chosen.peak_bytes
-        budget_bytes = self.budget_bytes()
-        return budget_bytes is not None and self.peak(self.held()) > budget_bytes
+        else:
+            is_at_loss = peak_bytes > budget_bytes
+            outside_bytes = planned.assignment.others.outside_bytes
+            gained_bytes = outside_bytes + planned.own_peak_bytes - peak_bytes
+        if planned.is_default:
+            return budget_bytes is not None and is_at_loss
+        is_much = gained_bytes >= _WORTHWHILE * planned.chosen.peak_bytes
+        return is_at_loss or is_much or self.holds_more()
 
     def holds_more(self) -> bool:
         """Whether the caller holds what the plan of the only graph takes to be given up."""
@@ -279,6 +286,11 @@ class TrainingStep:
             holders=holders,
             beside=self.beside,
         )
+
+    @property
+    def loss_bytes(self) -> int:
+        """What is held at most between the last graph and the loss."""
+        return max(form.loss.peak_bytes for form in self.forms)
 
     def note(self, others: OtherGraphs) -> str:
         """For the report."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtrcompile.outside.uncompiled import loss_bytes
+from dtrcompile.outside.loss import outside_loss
 from dtrcompile.passes.errors import ChangedInputError
 from dtrcompile.passes.torch_private import FakeTensor, keeps_graph, storage_use_count
 from dtrcompile.steps.autograd_nodes import (
@@ -230,7 +230,7 @@ def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
             graph.collect_garbage()
         # What the loss holds is asked of steps that are looked at, not of every step.
         is_recorded = graph is not None and graph.is_recorded
-        call.see_backward(holders_of(gradients), node, loss_bytes(node) if is_recorded else None)
+        call.see_backward(holders_of(gradients), node, outside_loss(node) if is_recorded else None)
         tangents = storages_of(gradients)
     if graph is not None:
         graph.before_backward(waiting)

@@ -907,11 +907,11 @@ def _train_scores(
 @pytest.mark.inductor
 @pytest.mark.slow
 def test_a_graph_whose_result_nobody_holds_is_planned_for_that() -> None:
-    """The loss is outside of the graph; what it holds counts from the second step on."""
+    """The loss is outside of the graph; the first step has room for it too."""
     plain, expected = _train_scores(1.0, is_held=False, compiler="inductor", steps=1)
     budget = plain[0] * 55 // 100
     peaks, found = _train_scores(budget, is_held=False, compiler="inductor")
-    assert max(peaks[1:]) <= budget
+    assert max(peaks) <= budget
     promised = dtrcompile.reports()[-1]
     assert promised.promised_peak_bytes <= peaks[-1]
     assert promised.outside_bytes + promised.promised_peak_bytes <= budget

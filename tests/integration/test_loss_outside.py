@@ -1,0 +1,135 @@
+"""An ordinary training loop: the model is compiled, and the loss is computed outside of it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dtrcompile
+from dtrcompile.passes.errors import InfeasibleBudgetError
+from workloads.training import compile_dtr, live_peak_bytes, static_bytes
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
+ROWS, WIDTH, CLASSES, BLOCKS = 256, 32, 256, 6
+TARGETS, LABELS = torch.rand(ROWS, CLASSES), torch.arange(ROWS) % CLASSES
+# Scalars, and a value for each row.
+SMALL_BYTES = 2048
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross-entropy": lambda y: F.cross_entropy(y, LABELS),
+    "squared error": lambda y: F.mse_loss(y, TARGETS),
+    "binary cross-entropy": lambda y: F.binary_cross_entropy_with_logits(y, TARGETS),
+    "absolute error": lambda y: F.l1_loss(y, TARGETS),
+    "mean and deviation": lambda y: y.mean() + y.std(),
+}
+
+
+def focal(y: Tensor) -> Tensor:
+    """Holds more than is set aside before it is known."""
+    crosses = F.binary_cross_entropy_with_logits(y, TARGETS, reduction="none")
+    return ((1 - torch.sigmoid(y)) ** 2 * crosses).mean()
+
+
+class Net(nn.Module):
+    """Of operators that allocate what the executor counts: none of them is several in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [WIDTH, *(k * WIDTH for _ in range(BLOCKS) for k in (2, 1)), CLASSES]
+        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+class Loop:
+    """A loop of training steps.
+
+    Args:
+        holds: the loop has the model's output in a variable until the step is over.
+    """
+
+    def __init__(
+        self, loss: Callable[[Tensor], Tensor], budget: object | None, *, holds: bool = True
+    ) -> None:
+        torch._dynamo.reset()
+        dtrcompile.clear_reports()
+        torch.manual_seed(0)
+        self.model, self.x = Net(), torch.randn(ROWS, WIDTH)
+        self.loss, self.holds = loss, holds
+        self.called = (
+            torch.compile(self.model, backend="aot_eager")
+            if budget is None
+            else compile_dtr(self.model, budget)
+        )
+
+    def step_bytes(self) -> int:
+        """What a step holds at most."""
+        self.model.zero_grad(set_to_none=True)
+        return static_bytes(self.model, self.x) + live_peak_bytes(self._step)
+
+    def _step(self) -> None:
+        y = self.called(self.x)
+        loss = self.loss(y)
+        if not self.holds:
+            del y
+        loss.backward()
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_step_is_within_the_budget(name: str, holds: bool) -> None:
+    plain = Loop(LOSSES[name], None, holds=holds)
+    plain.step_bytes()
+    budget = int(0.8 * plain.step_bytes())
+    loop = Loop(LOSSES[name], budget, holds=holds)
+    steps = [loop.step_bytes() for _ in range(4)]
+    assert max(steps) <= budget + SMALL_BYTES
+    (report,) = dtrcompile.reports()
+    # What is counted for the loss is neither left out nor much too much.
+    assert steps[-1] <= report.step_peak_bytes + SMALL_BYTES
+    assert report.step_peak_bytes <= steps[-1] + 0.3 * TARGETS.nbytes
+    assert report.recomputed_runs > 0
+
+
+def test_the_first_report_says_what_is_set_aside() -> None:
+    loop = Loop(LOSSES["cross-entropy"], 10**8)
+    loop.step_bytes()
+    (report,) = dtrcompile.reports()
+    assert any("1.0 MiB are set aside" in note for note in report.notes)
+    assert report.recomputed_runs == 0
+
+
+def test_a_step_with_no_room_for_its_loss_is_refused_before_the_second() -> None:
+    """The refusal names what the smallest budget holds."""
+    smallest = Loop(focal, "min")
+    least_bytes = [smallest.step_bytes() for _ in range(3)][-1]
+    loop = Loop(focal, int(0.97 * least_bytes))
+    loop.step_bytes()
+    with pytest.raises(InfeasibleBudgetError, match="outside of the graphs") as refusal:
+        loop.step_bytes()
+    named_bytes = refusal.value.minimum_bytes
+    assert named_bytes == pytest.approx(least_bytes, rel=0.05)
+    again = Loop(focal, named_bytes)
+    again.step_bytes()
+    assert max(again.step_bytes() for _ in range(2)) <= named_bytes + SMALL_BYTES
+
+
+def test_where_only_the_model_fits_the_first_step_runs_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """There may be no loss: a part of a model, whose gradient comes from elsewhere."""
+    budget = 1_100_000
+    with caplog.at_level(logging.WARNING, logger="dtrcompile"):
+        loop = Loop(Tensor.sum, budget)
+        steps = [loop.step_bytes() for _ in range(3)]
+    assert max(steps) <= budget
+    warned = [r for r in caplog.records if "leaves room for every loss" in r.getMessage()]
+    assert len(warned) == 1
