@@ -1,4 +1,4 @@
-"""What is another order of first runs worth: planner ``ordered`` against ``auto``.
+"""What is another order of first runs worth: planner ``auto`` against ``program-order``.
 
 Planned overhead and smallest peak in the program's own order, and in the better one of two, for the
 captured programs of `bench.zoo`; budgets are shares of the baseline's peak and small distances from
@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, inputs = ZOO[name].build(scale)
         program = captured_of(module, *inputs).program
         baseline_bytes = replay(program, keep_all(program))[0].peak_bytes
-        own_bytes, own_s = smallest(program, "auto")
-        best_bytes, best_s = smallest(program, "ordered")
+        own_bytes, own_s = smallest(program, "program-order")
+        best_bytes, best_s = smallest(program, "auto")
         cells = [f"{own_bytes / baseline_bytes:.4f}", f"{best_bytes / baseline_bytes:.4f}"]
         rows.append((name, "smallest", *cells, f"{best_s / own_s:.2f}"))
         row = {
@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seen: list[dict[str, object]] = [
             {
                 "budget": "min",
-                "peak_bytes": {"auto": own_bytes, "ordered": best_bytes},
-                "planning_s": {"auto": own_s, "ordered": best_s},
+                "peak_bytes": {"program-order": own_bytes, "auto": best_bytes},
+                "planning_s": {"program-order": own_s, "auto": best_s},
             }
         ]
         for whole, percents, of in (
@@ -96,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             for percent in percents:
                 budget_bytes = whole * percent // 100
-                own, own_s = planned(program, budget_bytes, "auto")
-                best, best_s = planned(program, budget_bytes, "ordered")
+                own, own_s = planned(program, budget_bytes, "program-order")
+                best, best_s = planned(program, budget_bytes, "auto")
                 if own < math.inf or best < math.inf:
                     cells = [f"{overhead:.4f}" for overhead in (own, best)]
                     ratio = f"{best_s / max(own_s, 1e-9):.2f}"
@@ -109,10 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "budget": f"{percent}{of}",
                         "budget_bytes": budget_bytes,
                         "overhead": {
-                            "auto": own if own < math.inf else None,
-                            "ordered": best if best < math.inf else None,
+                            "program-order": own if own < math.inf else None,
+                            "auto": best if best < math.inf else None,
                         },
-                        "planning_s": {"auto": own_s, "ordered": best_s},
+                        "planning_s": {"program-order": own_s, "auto": best_s},
                     }
                 )
         for cell in seen:

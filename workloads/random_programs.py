@@ -359,7 +359,7 @@ def check_planners(program: Program, budget_bytes: int, baseline_bytes: int) -> 
             continue
         _, stats = checked(program, plan, budget_bytes)
         # The bound is of plans in the program's order.
-        assert stats.cost_ns >= least_ns or name == "ordered", name
+        assert stats.cost_ns >= least_ns or name == "auto", name
         assert planner.plan(program, budget_bytes) == plan
         assert Plan.from_text(plan.to_text()) == plan
         if budget_bytes >= baseline_bytes:

@@ -42,6 +42,7 @@ from dtrcompile.passes.torch_private import (
     dynamo_config,
     exceeds_recompile_limit,
     frame_compilation_hooks,
+    keeps_graph,
     output_codes,
     register_frame_compilation_hook,
 )
@@ -291,12 +292,14 @@ def _is_this_backend(compiler: Any) -> bool:
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def look_at_backward(node: Any, peak_bytes: int, called_at: str) -> None:
-    """When backward arrives at a graph for the first time, see what it came through.
+def look_at_backward(node: Any, peak_bytes: int, saved_bytes: int, called_at: str) -> None:
+    """When backward arrives at a graph for the first time, see what it came through, and whether
+    what the graph saved is kept.
 
     Args:
         node: the graph's autograd node.
         peak_bytes: what the graph holds.
+        saved_bytes: what it saved.
         called_at: ``file:line`` of the call of the model.
     """
 
@@ -308,10 +311,24 @@ def look_at_backward(node: Any, peak_bytes: int, called_at: str) -> None:
         for frame, roots in backward_calls():
             outside = _computed_outside(roots, reference())
             if outside is not None:
+                if keeps_graph():
+                    _tell_of_retained(saved_bytes, peak_bytes, _where(frame))
                 _tell_of_loss(outside, peak_bytes, _where(frame), called_at)
                 return
 
     handle = node.register_prehook(arrived)
+
+
+def _tell_of_retained(saved_bytes: int, peak_bytes: int, where: str) -> None:
+    if saved_bytes >= _WORTH_SAYING * peak_bytes:
+        tell(
+            "retained",
+            where,
+            "backward(retain_graph=True) keeps what the compiled graph saved, also after it was"
+            " read, where the promise counts it as freed: the step may hold"
+            f" {format_bytes(saved_bytes)} more. Leave retain_graph out of the last backward of a"
+            " graph, or set the bytes aside with 'reserve'",
+        )
 
 
 def _tell_of_loss(outside: Mapping[str, int], peak_bytes: int, where: str, called_at: str) -> None:

@@ -502,7 +502,8 @@ class SharedGraph:
             self.waiting[weakref.ref(node, self._forget)] = waiting
             if planned is not None and not self.has_run_backward:
                 self.has_run_backward = True
-                look_at_backward(node, planned.chosen.peak_bytes, called_at())
+                saved_bytes = planned.chosen.kept_bytes - planned.returned_bytes
+                look_at_backward(node, planned.chosen.peak_bytes, saved_bytes, called_at())
         return result
 
     @property

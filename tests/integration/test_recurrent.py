@@ -62,7 +62,9 @@ def test_trains_at_the_smallest_budget(
         return {"loss": loss, **state_of(model)}
 
     expected = observe(scenario, lambda model: model)
-    assert_close(observe_dtr(scenario, "min", fullgraph=True), expected)
+    # (In another order of first runs, the least memory takes no recomputation.)
+    observed = observe_dtr(scenario, "min", fullgraph=True, planner="program-order")
+    assert_close(observed, expected)
     assert recomputed_operators() > 0
 
 

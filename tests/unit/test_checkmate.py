@@ -120,7 +120,7 @@ def test_random_programs(seed: int) -> None:
         assert lp_bound(program, budget_bytes) <= optimum_ns + 1e-6
         assert least_cost_ns(ProgramIndex.of(program), budget_bytes) <= optimum_ns
         assert optimum_ns <= cost_or_inf(program, budget_bytes, "checkmate-lp")
-        assert optimum_ns <= cost_or_inf(program, budget_bytes, "auto")
+        assert optimum_ns <= cost_or_inf(program, budget_bytes, "program-order")
 
 
 def dead_output_program() -> tuple[Program, int]:

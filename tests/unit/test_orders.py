@@ -37,10 +37,10 @@ def random_programs(n: int) -> list[tuple[Program, random.Random]]:
 
 def test_one_branch_after_the_other() -> None:
     program = branches(4)
-    own = minimum_plan(program, make_planner("auto"))
+    own = minimum_plan(program, make_planner("program-order"))
     assert replay(program, keep_all(program))[0].peak_bytes > 400
     budget_bytes = 1 + 100 + 4
-    plan = make_planner("ordered").plan(program, budget_bytes)
+    plan = make_planner("auto").plan(program, budget_bytes)
     timeline, stats = replay(program, plan)
     assert timeline.peak_bytes <= budget_bytes
     assert not stats.recomputed
@@ -80,8 +80,8 @@ def test_never_more_expensive_than_in_the_programs_order() -> None:
     n_cheaper = 0
     for program, source in random_programs(60):
         for budget_bytes in budgets(program, source.randint):
-            own = cost_or_none(program, make_planner("auto"), budget_bytes)
-            found = cost_or_none(program, make_planner("ordered"), budget_bytes)
+            own = cost_or_none(program, make_planner("program-order"), budget_bytes)
+            found = cost_or_none(program, make_planner("auto"), budget_bytes)
             if own is not None:
                 assert found is not None and found <= own
             n_cheaper += found is not None and (own is None or found < own)
@@ -90,7 +90,7 @@ def test_never_more_expensive_than_in_the_programs_order() -> None:
 
 def test_a_budget_below_every_order() -> None:
     with pytest.raises(InfeasibleBudgetError):
-        make_planner("ordered").plan(branches(2), 50)
+        make_planner("auto").plan(branches(2), 50)
 
 
 def test_nothing_crosses_a_barrier() -> None:

@@ -7,10 +7,10 @@ search over retention intervals (`search`), which gets what is left of the time.
 wins, then the lower peak, then the order of the candidates.  A plan that is proven to be optimal
 (`cover`) ends it all.
 
-Where it is asked to (`order`, planner `ordered`), it tries another order of first runs too, in
-which the program holds less (`orders`), of a small program all that `orders` knows: the heuristics
-run in it, and where they find a plan that is cheaper than the one at hand, the search goes on from
-there.  The program's own order is always searched, so no plan is more expensive for it.
+Then another order of first runs is tried, in which the program holds less (`orders`), of a small
+program all that `orders` knows: the heuristics run in it, and where they find a plan that is
+cheaper than the one at hand, the search goes on from there.  The program's own order is always
+searched, so no plan is more expensive for it.
 
 The amount of work is fixed by the program and the options, never by a clock: `planning_s` is
 turned into units of work, so the same program and options give the same plan on every machine and
@@ -131,7 +131,7 @@ class AutoPlanner(Planner):
     heuristic: str | None = None
     cost_limit: float = 8.0
     planning_s: float | None = None
-    order: str = "program"
+    order: str = "best"
     first_fit: bool = False
 
     def __post_init__(self) -> None:
