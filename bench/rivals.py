@@ -1,12 +1,14 @@
 """What does a step cost at which peak?  ``backend="dtr"`` against everything users have today.
 
 For each model of `bench.zoo`: eager; plain ``torch.compile``; ``activation_memory_budget`` at 0.9
-to 0.0; ``torch.utils.checkpoint`` around each block, under compile; selective checkpointing that
-saves matrix products, convolutions and attention, under compile; and dtr at shares of the
-unbudgeted peak, at its minimum and at the blocks' measured peak.
+to 0.0, with each of its solvers if asked to; ``torch.utils.checkpoint`` around each block, under
+compile; selective checkpointing that saves matrix products, convolutions and attention, under
+compile, and by torchtitan's rule; Inductor's ``auto_chunker``; and dtr at shares of the unbudgeted
+peak, at its minimum and at the blocks' measured peak.
 
     python -m bench.rivals --models gpt2 --out results.jsonl --plot pictures
     python -m bench.rivals --device cuda --dtype bf16-autocast --models gpt2,llama
+    python -m bench.rivals --models gpt2 --solvers dp,greedy,ilp --shares 0.5,0.0
     python -m bench.rivals --quick
     python -m bench.rivals --rows results.jsonl --plot pictures     # draw again, measure nothing
     python -m bench.rivals --device cuda --largest-batch 16GB,24GB,40GB,80GB --models gpt2
@@ -39,6 +41,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +49,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import dtrcompile
 from bench.measure import (
@@ -67,12 +74,28 @@ from dtrcompile.backend import dtr
 from dtrcompile.demo.memory import static_bytes, trace_step
 from dtrcompile.options import Budget, BudgetKind
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, format_bytes
-from dtrcompile.passes.torch_private import compile_fx, fresh_cache, functorch_config
+from dtrcompile.passes.torch_private import (
+    compile_fx,
+    fresh_cache,
+    functorch_config,
+    get_default_op_list,
+)
 from workloads.training import relative_error
 
 # What can be trained; by default it is the zoo.
 MODELS = {**ZOO, **PLAIN}
-METHODS = ("eager", "compile", "memory_budget", "blocks", "selective", "dtr")
+METHODS = (
+    "eager",
+    "compile",
+    "memory_budget",
+    "blocks",
+    "selective",
+    "torchtitan",
+    "auto_chunker",
+    "dtr",
+)
+# Of ``activation_memory_budget``; the first is PyTorch's default.
+SOLVERS = ("dp", "greedy", "ilp", "dp_knapsack_sliding_hirschberg")
 SHARES = tuple(f"{tenth / 10}" for tenth in range(9, -1, -1))
 BUDGETS = ("90%", "80%", "70%", "60%", "50%", "40%", "30%", "20%", "min")
 # The measured peak of another method as dtr's budget, such as "as blocks" or "as selective": the
@@ -102,6 +125,7 @@ _SAVED = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 )
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.linear.default)
 
 
 # --- the methods --------------------------------------------------------------------------------
@@ -134,6 +158,34 @@ def save_products() -> Any:
     return create_selective_checkpoint_contexts(list(_SAVED))
 
 
+def save_every_other_product() -> Any:
+    """The contexts of torchtitan's mode ``selective``, as in its release 0.3.0.
+
+    Saved are the results of operators that PyTorch's partitioner takes for compute-intensive, of
+    attention and of max and topk, but only of every other matrix product
+    (torchtitan/distributed/activation_checkpoint.py).
+    """
+    saved = {operator.default for operator in get_default_op_list().compute_intensive_ops} | {
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_attention_math.default,
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops.aten.linear.default,
+        torch.ops.aten.max.default,
+        torch.ops.aten.topk.default,
+    }
+    products: Counter[bool] = Counter()  # seen in forward, and in the forward that is run again
+
+    def policy(ctx: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operator in _PRODUCTS:
+            products[ctx.is_recompute] += 1
+            is_saved = products[ctx.is_recompute] % 2 == 1
+        else:
+            is_saved = operator in saved
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 def sharing_copy(module: nn.Module) -> nn.Module:
     """A copy with the same parameters and buffers, not copies of them."""
     shared = (*module.parameters(), *module.buffers())
@@ -152,12 +204,14 @@ def checkpoint_blocks(
     return wrapped
 
 
-def inductor_with(memory_budget: float) -> Callable[..., Any]:
+def inductor_with(memory_budget: float, solver: str) -> Callable[..., Any]:
     """Inductor under ``activation_memory_budget``; a backend of its own, or Dynamo would take the
     graphs of another budget for the same code."""
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with functorch_config.patch(activation_memory_budget=memory_budget):
+        with functorch_config.patch(
+            activation_memory_budget=memory_budget, activation_memory_budget_solver=solver
+        ):
             return compile_fx(gm, inputs)
 
     return backend
@@ -169,20 +223,29 @@ def compiled_by(
     """What a user would write: the module that runs, and the callable that runs it.
 
     Args:
-        setting: a share of saved bytes ("memory_budget"), a budget ("dtr"), or "".
+        setting: a share of saved bytes and a solver, if it is not the default ("memory_budget"), a
+            budget ("dtr"), or "".
     """
     if method == "eager":
         return module, module
     if method == "compile":
         return module, torch.compile(module, dynamic=False)
     if method == "memory_budget":
-        return module, torch.compile(module, backend=inductor_with(float(setting)), dynamic=False)
+        share, _, solver = str(setting).partition(" ")
+        backend = inductor_with(float(share), solver or SOLVERS[0])
+        return module, torch.compile(module, backend=backend, dynamic=False)
     if method == "blocks":
         wrapped = checkpoint_blocks(module, model)
         return wrapped, torch.compile(wrapped, dynamic=False)
     if method == "selective":
         wrapped = checkpoint_blocks(module, model, save_products)
         return wrapped, torch.compile(wrapped, dynamic=False)
+    if method == "torchtitan":
+        wrapped = checkpoint_blocks(module, model, save_every_other_product)
+        return wrapped, torch.compile(wrapped, dynamic=False)
+    if method == "auto_chunker":
+        chunks = {"auto_chunker.enable": True}
+        return module, torch.compile(module, options=chunks, dynamic=False)
     if method == "dtr":
         options = {"budget": setting}
         return module, torch.compile(module, backend=dtr, options=options, dynamic=False)
@@ -424,7 +487,11 @@ def settings(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     chosen: list[tuple[str, str]] = []
     for method in arguments.methods:
         if method == "memory_budget":
-            chosen += [(method, share) for share in arguments.shares]
+            chosen += [
+                (method, share if solver == SOLVERS[0] else f"{share} {solver}")
+                for solver in arguments.solvers
+                for share in arguments.shares
+            ]
         elif method == "dtr":
             budgets = list(arguments.budgets)
             if "blocks" in arguments.methods and AS_BLOCKS not in budgets:
@@ -554,6 +621,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     listed("--models", f"default: all ({','.join(ZOO)}), two when quick")
     listed("--methods", f"default: {','.join(METHODS)}; fewer when quick")
     listed("--shares", f"of activation_memory_budget; default: {','.join(SHARES)}")
+    listed("--solvers", f"of activation_memory_budget: {', '.join(SOLVERS)}; default: {SOLVERS[0]}")
     listed("--budgets", f"of dtr; default: {','.join(BUDGETS)}")
     listed("--largest-batch", "sizes (16GB,24GB): find the largest batch that trains with Adam")
     parser.add_argument("--device", default="cpu")
@@ -581,6 +649,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "models": QUICK_MODELS if quick else tuple(ZOO),
         "methods": QUICK_METHODS if quick else METHODS,
         "shares": QUICK_SHARES if quick else SHARES,
+        "solvers": SOLVERS[:1],
         "budgets": QUICK_BUDGETS if quick else BUDGETS,
         "largest_batch": (),
     }
@@ -590,7 +659,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.scale is None:
         on_device = "cuda" if torch.device(arguments.device).type == "cuda" else "cpu"
         arguments.scale = "quick" if quick else on_device
-    for given, allowed in ((arguments.models, MODELS), (arguments.methods, METHODS)):
+    for given, allowed in (
+        (arguments.models, MODELS),
+        (arguments.methods, METHODS),
+        (arguments.solvers, SOLVERS),
+    ):
         for name in given:
             if name not in allowed:
                 parser.error(f"unknown name {name!r}; allowed: {', '.join(allowed)}")
@@ -629,7 +702,7 @@ def in_process(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, A
         subprocess.CalledProcessError: if the process crashed, after what it told before.
     """
     command = [sys.executable, "-m", "bench.rivals", "--worker", "--models", name]
-    for flag in ("methods", "shares", "budgets", "largest_batch"):
+    for flag in ("methods", "shares", "solvers", "budgets", "largest_batch"):
         if given := getattr(arguments, flag):
             command += [f"--{flag.replace('_', '-')}", ",".join(given)]
     for flag in ("device", "dtype", "scale", "rounds", "reference"):

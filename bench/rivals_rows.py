@@ -38,7 +38,7 @@ class Row:
     """One model trained one step by one method at one setting.
 
     Attributes:
-        method: "eager", "compile", "memory_budget", "blocks", "selective" or "dtr".
+        method: one of `bench.rivals.METHODS`.
         setting: of the method: its budget; "" where there is none.
         status: "ok", "refused" (`InfeasibleBudgetError`), "out of memory" or "failed".
         reason: of a status that is not "ok", in one line.
@@ -309,6 +309,8 @@ _MARKS: dict[str, tuple[str, str]] = {
     "memory_budget": ("activation_memory_budget", "s"),
     "blocks": ("per-block checkpoints", "^"),
     "selective": ("selective checkpoints", "v"),
+    "torchtitan": ("torchtitan's selective mode", "<"),
+    "auto_chunker": ("auto_chunker", ">"),
     "dtr": ("dtr", "o"),
 }
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -241,51 +242,48 @@ def _moments(outside: Iterable[Any], node: Any, loss_bytes: int = 0) -> Iterator
     nodes = [n for n in outside if not hasattr(n, "variable")]
     nodes.sort(key=lambda n: n._sequence_nr())  # the order in which they ran
     saved = [frozenset(_saved_values(n)) for n in nodes]
-    sizes = {v: _size_of(v) for values in saved for v in values}
-    read = {v for n in nodes for v in _inputs(n) if v[0] is node}
-    sizes.update((v, _size_of(v)) for v in read)
 
-    def total(values: Iterable[_Value]) -> int:
-        return loss_bytes + sum(sizes[v] for v in values if v[0] is not node)
+    def own_bytes(values: Iterable[_Value]) -> int:
+        """Without what compiled graphs returned, which is counted with them."""
+        return sum(_size_of(v) for v in values if not _is_compiled(v[0]))
 
-    kept: set[_Value] = set()
+    held_bytes = loss_bytes
+    users: Counter[_Value] = Counter()  # operators that saved a value, and still need it
     for n, values in zip(nodes, saved, strict=True):
-        running = {v for v in (*_inputs(n), *_results(n)) if v not in values and v not in kept}
-        sizes.update((v, _size_of(v)) for v in running)
-        kept |= values
+        held_bytes += own_bytes(v for v in values if v not in users)
+        users.update(values)
+        running_bytes = own_bytes({*_inputs(n), *_results(n)} - users.keys())
+        more_bytes = max(0, _intermediates(n, _FORWARD_INTERMEDIATES) - output_bytes(n))
         # (The caller's variables hold what the graph returned while the loss is computed.)
-        own_bytes = max(0, _intermediates(n, _FORWARD_INTERMEDIATES) - output_bytes(n))
-        yield Moment(total(kept | running) + own_bytes, 0)
-        loss_bytes += _untrimmed_bytes(n)
-    waiting: dict[_Value, int] = {}
-    for i in range(len(nodes) - 1, -1, -1):
-        n = nodes[i]
-        kept = set().union(*(saved if keeps_graph() else saved[: i + 1]))
-        unread = sum(sizes[v] for v in read - kept)
+        yield Moment(held_bytes + running_bytes + more_bytes, 0)
+        held_bytes += _untrimmed_bytes(n)
+    read = {v for n in nodes for v in _inputs(n) if v[0] is node}
+    unread_bytes = sum(_size_of(v) for v in read - users.keys())
+    waiting: dict[_Value, int] = {}  # gradients, by what they are of
+    are_kept = keeps_graph()
+    for n, values in zip(reversed(nodes), reversed(saved), strict=True):
         read_bytes = sum(waiting.pop((n, k), 0) for k in range(len(n._input_metadata)))
         made = _gradients(n, read_bytes)
-        made_bytes = sum(size for _, size, is_new in made if is_new)
-        others_bytes = sum(waiting.values())
-        yield Moment(
-            total(kept)
-            + others_bytes
-            + read_bytes
-            + made_bytes
-            + _intermediates(n, _BACKWARD_INTERMEDIATES),
-            unread,
-        )
+        running_bytes = read_bytes + sum(size for _, size, is_new in made if is_new)
+        running_bytes += _intermediates(n, _BACKWARD_INTERMEDIATES)
+        yield Moment(held_bytes + sum(waiting.values()) + running_bytes, unread_bytes)
         for value, size, _ in made:
-            if value is not None:
-                waiting[value] = max(size, waiting.get(value, 0))
+            waiting[value] = max(size, waiting.get(value, 0))
+        if are_kept:
+            continue
+        users.subtract(values)
+        gone = {v for v in values if not users[v]}
+        held_bytes -= own_bytes(gone)
+        unread_bytes += sum(_size_of(v) for v in gone & read)
 
 
-def _gradients(node: Any, read_bytes: int) -> list[tuple[_Value | None, int, bool]]:
+def _gradients(node: Any, read_bytes: int) -> list[tuple[_Value, int, bool]]:
     """The gradients that an operator makes: whose, how many bytes, and whether they are new.
 
     Those of parameters are counted elsewhere.
     """
     name = str(node.name())
-    made: list[tuple[_Value | None, int, bool]] = []
+    made: list[tuple[_Value, int, bool]] = []
     for k, (maker, i) in enumerate(node.next_functions):
         if maker is None or hasattr(maker, "variable"):
             continue

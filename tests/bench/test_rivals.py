@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import bench.rivals as rivals
 from bench.measure import Trainee
@@ -139,6 +141,41 @@ def test_settings_follow_the_blocks_they_are_compared_with() -> None:
         ("dtr", "min"),
         ("dtr", rivals.AS_BLOCKS),
     ]
+
+
+def test_every_solver_has_every_share() -> None:
+    arguments = rivals.parse(
+        ["--methods", "memory_budget", "--shares", "0.5,0.0", "--solvers", "dp,greedy"]
+    )
+    assert rivals.settings(arguments) == [
+        ("memory_budget", "0.5"),
+        ("memory_budget", "0.0"),
+        ("memory_budget", "0.5 greedy"),
+        ("memory_budget", "0.0 greedy"),
+    ]
+
+
+def test_every_other_product_is_saved() -> None:
+    def products(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.tanh(x @ x)
+        return x
+
+    runs: list[str] = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            runs.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(4, 4, requires_grad=True)
+    result = checkpoint(
+        products, x, use_reentrant=False, context_fn=rivals.save_every_other_product
+    )
+    with Counted():
+        result.sum().backward()
+    # Two gradients for each product, and the second and the fourth again.
+    assert runs.count("aten.mm.default") == 4 * 2 + 2
 
 
 @pytest.mark.parametrize("name", ["mixture", "siamese", "lstm_lm", "resnet50"])
