@@ -274,22 +274,27 @@ def test_retain_graph() -> None:
 
 def test_retain_graph_within_a_budget() -> None:
     """Backward that writes over what forward saved cannot keep it: said, or planned so."""
-    smallest_bytes = smallest_dropped()[1].promised_peak_bytes
+    # (In another order of first runs, both take the same memory.)
+    compile_in_order = functools.partial(compile_dtr, compiler="inductor", planner="program-order")
     torch._dynamo.reset()
     module, x = dropped_and_batch()
-    compiled = compile_dtr(module, smallest_bytes, compiler="inductor")
+    step_of(compile_in_order(module, "min"), module, x)
+    smallest_bytes = dtrcompile.reports()[-1].promised_peak_bytes
+    torch._dynamo.reset()
+    module, x = dropped_and_batch()
+    compiled = compile_in_order(module, smallest_bytes)
     with pytest.raises(VerificationError, match="donated_buffer = False"):
         compiled(x).backward(retain_graph=True)
 
     torch._dynamo.reset()
     forget()
     with functorch_config.patch(donated_buffer=False):
-        compiled = compile_dtr(module, "min", compiler="inductor")
+        compiled = compile_in_order(module, "min")
         compiled(x).backward(retain_graph=True)
         report = dtrcompile.reports()[-1]
         module.zero_grad(set_to_none=True)
         held_bytes = live_peak_bytes(lambda: compiled(x).backward(retain_graph=True))
-    assert smallest_bytes <= report.promised_peak_bytes < report.baseline_peak_bytes
+    assert smallest_bytes < report.promised_peak_bytes < report.baseline_peak_bytes
     # What was saved stays until backward is over, and the user is told how much that may be.
     (told_of,) = [text for text in told() if "keeps what the compiled graph saved" in text]
     said = re.search(r"may hold ([0-9.]+) KiB more", told_of)
