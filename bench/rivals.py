@@ -186,6 +186,14 @@ def save_every_other_product() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
+# Methods that checkpoint each block, and their `context_fn`.
+CHECKPOINTS: dict[str, Callable[[], Any] | None] = {
+    "blocks": None,
+    "selective": save_products,
+    "torchtitan": save_every_other_product,
+}
+
+
 def sharing_copy(module: nn.Module) -> nn.Module:
     """A copy with the same parameters and buffers, not copies of them."""
     shared = (*module.parameters(), *module.buffers())
@@ -234,14 +242,8 @@ def compiled_by(
         share, _, solver = str(setting).partition(" ")
         backend = inductor_with(float(share), solver or SOLVERS[0])
         return module, torch.compile(module, backend=backend, dynamic=False)
-    if method == "blocks":
-        wrapped = checkpoint_blocks(module, model)
-        return wrapped, torch.compile(wrapped, dynamic=False)
-    if method == "selective":
-        wrapped = checkpoint_blocks(module, model, save_products)
-        return wrapped, torch.compile(wrapped, dynamic=False)
-    if method == "torchtitan":
-        wrapped = checkpoint_blocks(module, model, save_every_other_product)
+    if method in CHECKPOINTS:
+        wrapped = checkpoint_blocks(module, model, CHECKPOINTS[method])
         return wrapped, torch.compile(wrapped, dynamic=False)
     if method == "auto_chunker":
         chunks = {"auto_chunker.enable": True}

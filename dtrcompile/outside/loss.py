@@ -284,9 +284,7 @@ def _gradients(node: Any, read_bytes: int) -> list[tuple[_Value, int, bool]]:
     """
     name = str(node.name())
     made: list[tuple[_Value, int, bool]] = []
-    for k, (maker, i) in enumerate(node.next_functions):
-        if maker is None or hasattr(maker, "variable"):
-            continue
+    for k, maker, i in _makers(node):
         size = _bytes_of(maker._input_metadata[i])
         is_same = size >= read_bytes  # else it is added up over what was broadcast
         hands_on = _HANDS_ON_ALL.fullmatch(name) or (k == 0 and _HANDS_ON_FIRST.fullmatch(name))
@@ -313,7 +311,7 @@ def _intermediates(node: Any, table: dict[str, float]) -> int:
 
 def _saved_values(node: Any) -> Iterator[_Value]:
     """What an operator saved of what was computed with gradients."""
-    if is_view(node):
+    if _is_view(node):
         return
     names = [n.removeprefix(_SAVED) for n in dir(type(node)) if n.startswith(_SAVED)]
     inputs = list(_inputs(node, is_product=str(node.name()).startswith("MulBackward")))
@@ -338,22 +336,19 @@ def _inputs(node: Any, *, is_product: bool = False) -> Iterator[_Value]:
         is_product: only what is saved if it is a product: a factor whose other needs a gradient.
     """
     edges = node.next_functions
-    for k, (maker, i) in enumerate(edges):
-        is_needed = not is_product or any(
-            other is not None for j, (other, _) in enumerate(edges) if j != k
-        )
-        if maker is not None and not hasattr(maker, "variable") and is_needed:
+    for k, maker, i in _makers(node):
+        if not is_product or any(other is not None for other, _ in edges[:k] + edges[k + 1 :]):
             yield _owner(maker, i)
 
 
 def _results(node: Any) -> Iterator[_Value]:
-    if not is_view(node):
+    if not _is_view(node):
         yield from ((node, k) for k in range(len(node._input_metadata)))
 
 
 def _owner(node: Any, index: int) -> _Value:
     """What a value is a view of."""
-    while is_view(node):
+    while _is_view(node):
         maker, i = node.next_functions[0]
         if maker is None or hasattr(maker, "variable"):
             break
@@ -361,7 +356,7 @@ def _owner(node: Any, index: int) -> _Value:
     return node, index
 
 
-def is_view(node: Any) -> bool:
+def _is_view(node: Any) -> bool:
     """Whether the results of an operator are views of what it read."""
     name = str(node.name())
     return bool(_VIEWS.fullmatch(name) or _VIEWS_FORWARD.fullmatch(name))
@@ -380,11 +375,14 @@ def _is_compiled(node: Any) -> bool:
 
 def _input_bytes(node: Any) -> int:
     """Of the inputs that gradients are computed for, parameters left out."""
-    return sum(
-        _bytes_of(maker._input_metadata[i])
-        for maker, i in node.next_functions
-        if maker is not None and not hasattr(maker, "variable")
-    )
+    return sum(_bytes_of(maker._input_metadata[i]) for _, maker, i in _makers(node))
+
+
+def _makers(node: Any) -> Iterator[tuple[int, Any, int]]:
+    """Of each input that was computed with gradients: its place, its operator, which result."""
+    for k, (maker, i) in enumerate(node.next_functions):
+        if maker is not None and not hasattr(maker, "variable"):
+            yield k, maker, i
 
 
 def _bytes_of(made: Any) -> int:

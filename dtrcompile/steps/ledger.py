@@ -639,9 +639,8 @@ class Ledger:
         Compiling leaves reference cycles that hold the user's frames, and with them tensors that
         the user no longer holds.
         """
-        n_compiled = compilations()
-        if self.is_recording and n_compiled != self.n_compiled_when_collected:
-            self.n_compiled_when_collected = n_compiled
+        if self.is_recording and compilations() != self.n_compiled_when_collected:
+            self.n_compiled_when_collected = compilations()
             gc.collect()
 
     def before_backward(self, graph: SharedGraph, waiting: Waiting) -> None:
