@@ -32,7 +32,7 @@ from dtrcompile.passes.graphs.recompute_tags import tag_scopes
 from dtrcompile.passes.inductor import LoweredStep, Wrapper, trace
 from dtrcompile.passes.inductor.bug_fixes import write_out_alpha
 from dtrcompile.passes.inductor.loaded_code import noting_code
-from dtrcompile.passes.inductor.lowering import marks_text
+from dtrcompile.passes.inductor.lowering import donated_indices, marks_text
 from dtrcompile.passes.inductor.patches import Purpose, applied
 from dtrcompile.passes.inductor.step import is_planned, planned_config
 from dtrcompile.passes.inductor.vector_instructions import compile_checks_beforehand
@@ -99,7 +99,8 @@ class DTRPartitioner(CustomPartitionerFn):
 
         And what the question depends on that is asked: AOTAutograd's cache asks before anything is
         planned, so all that a plan depends on (`KeptCode.key`), Inductor's for graphs that are
-        planned, so the plan's marks on their nodes, which are not in their text.
+        planned, so what is not in their text: the plan's marks on their nodes, and which inputs
+        backward may write over.
 
         Raises:
             BypassAOTAutogradCache: if AOTAutograd's cache asks and is not to be used.  Its setting
@@ -198,7 +199,9 @@ def _inner_compile(
         lower_frees(gm)
     as_planned = planned_config() if is_planned(gm) else contextlib.nullcontext()
     marks = marks_text(gm) if is_planned(gm) else ""
-    with applied(Purpose.EVERY_COMPILATION), as_planned, _asking_for(marks):
+    # Inductor's cache would hand out a backward that writes over saved tensors to one that may not.
+    identity = f"{marks} {donated_indices()}"
+    with applied(Purpose.EVERY_COMPILATION), as_planned, _asking_for(identity):
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
     is_backward = bool(kwargs.get("is_backward", False))
     if not session.options.verify:

@@ -143,7 +143,10 @@ class GraphSource:
         fixed_numbers = mock.patch.object(
             TensorifyState, "force_specializations", set(self.fixed_numbers)
         )
-        with self.ambient.restored(), tracing(self.context), fixed_numbers:
+        # A context of its own: backward is compiled when it first runs, with what AOTAutograd noted
+        # of its forward there, such as the saved tensors whose memory backward may write over.
+        context = copy.copy(self.context)
+        with self.ambient.restored(), tracing(context), fixed_numbers:
             return compiler(gm, inputs, session)
 
 

@@ -261,8 +261,16 @@ def _asked(gm: fx.GraphModule, example_inputs: Sequence[object], others: object)
             digest.update(f"{type(leaf)} {leaf}".encode())
         traced_with = [size.node.hint for size in sizes if isinstance(size, torch.SymInt)]
         digest.update(f"{traced_with}".encode())
+    digest.update(f"{others} {donated_indices()} {current_target()}".encode())
+    return digest.hexdigest()
+
+
+def donated_indices() -> list[int] | None:
+    """Backward's inputs whose memory it may write over, of the step that is being compiled.
+
+    AOTAutograd finds them with the step's graphs, and takes them back where backward first runs
+    with ``retain_graph=True``; they are in none of the graphs.
+    """
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
-    donated = metadata.bw_donated_idxs if metadata is not None else None
-    digest.update(f"{others} {donated} {current_target()}".encode())
-    return digest.hexdigest()
+    return metadata.bw_donated_idxs if metadata is not None else None

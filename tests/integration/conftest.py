@@ -33,3 +33,14 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 @pytest.fixture(scope="module", autouse=True)
 def plans_that_will_do(planned_quickly: None) -> None:
     """What is asserted here is what a step holds and computes, for whatever plan it runs."""
+
+
+@pytest.fixture
+def code_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's cache of compiled graphs, on and empty.
+
+    A patch of the setting alone does nothing, because the tests' environment switches it off.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    entry = inductor_config._config["fx_graph_cache"]
+    monkeypatch.setattr(entry, "env_value_force", True)

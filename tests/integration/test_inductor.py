@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
@@ -641,7 +640,8 @@ def test_batch_norm_and_convolutions() -> None:
     assert peak_bytes + static_bytes(module, x) <= report.promised_peak_bytes + outside_bytes
 
 
-def test_caches_never_serve_another_budget(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("code_cache")
+def test_caches_never_serve_another_budget() -> None:
     """With Inductor's caches on, each budget and option has its own entry; the same one hits."""
 
     def reports_and_peak(budget: object) -> tuple[int, int]:
@@ -654,19 +654,16 @@ def test_caches_never_serve_another_budget(tmp_path: Path) -> None:
         module.zero_grad(set_to_none=True)
         return len(dtrcompile.reports()), live_peak_bytes(lambda: compiled(x).backward())
 
-    with (
-        mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}),
-        inductor_config.patch(fx_graph_cache=True),
-        functorch_config.patch(enable_autograd_cache=True),
-    ):
-        _, ample = reports_and_peak(1.0)
-        reported, smallest = reports_and_peak("min")
-        assert smallest < ample
-        assert reports_and_peak(1.0)[1] == ample
-        again_reported, again = reports_and_peak("min")
-        assert again == smallest
-        # A report is there although the code came from a cache.
-        assert again_reported == reported == 1
+    _, ample = reports_and_peak(1.0)
+    reported, smallest = reports_and_peak("min")
+    assert smallest < ample
+    counters.clear()
+    assert reports_and_peak(1.0)[1] == ample
+    again_reported, again = reports_and_peak("min")
+    assert again == smallest
+    # A report is there although the code came from a cache.
+    assert again_reported == reported == 1
+    assert counters["inductor"]["fxgraph_cache_hit"] == 4
 
 
 def _peak_of_a_step(module: nn.Module, x: torch.Tensor, budget: str, mode: str = "default") -> int:
