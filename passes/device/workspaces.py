@@ -163,14 +163,43 @@ def _form(leaf: object) -> object:
 
 
 def _real(leaf: object) -> object:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
+    return _zeros(leaf, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Zeros are valid indices; what is computed does not matter.
     storage = torch.zeros(
-        max(extent_bytes(leaf), 1), dtype=torch.uint8, device=leaf.device
+        max(extent_bytes(like), 1), dtype=torch.uint8, device=device
     ).untyped_storage()
-    tensor = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-    return tensor.set_(storage, 0, leaf.shape, leaf.stride())
+    tensor = torch.empty(0, dtype=like.dtype, device=device)
+    return tensor.set_(storage, 0, like.shape, like.stride())
+
+
+def _real_arguments(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Tensors of zeros in place of fake ones."""
+    names = [argument.name for argument in func._schema.arguments]
+
+    def real(name: str, argument: object) -> object:
+        if isinstance(argument, torch.Tensor) and is_on_cpu(func, name):
+            return _zeros(argument, torch.device("cpu"))
+        return pytree.tree_map(_real, argument)
+
+    return (
+        tuple(real(name, argument) for name, argument in zip(names, args, strict=False)),
+        {name: real(name, argument) for name, argument in kwargs.items()},
+    )
+
+
+def is_on_cpu(func: OpOverload, name: str) -> bool:
+    """Whether an argument of an operator on a GPU is on the CPU, whatever its fake tensor says.
+
+    Memory-efficient attention keeps the random state of its dropout there unless a CUDA graph is
+    recorded, and backward dereferences it there ("Seed and Offset Device" in
+    ``aten/src/ATen/native/transformers/cuda/attention.cu``).
+    """
+    return "efficient_attention" in func._schema.name and name in ("philox_seed", "philox_offset")
 
 
 def without_unasked(result: object, traced: object) -> object:
@@ -209,7 +238,7 @@ def _measure_here(
 ) -> int:
     with disable_modes(), torch.no_grad(), _same_random_state(func, is_on_cuda):
         try:
-            real_args, real_kwargs = pytree.tree_map(_real, (tuple(args), dict(kwargs)))
+            real_args, real_kwargs = _real_arguments(func, args, kwargs)
 
             def call() -> Any:
                 return without_unasked(func(*real_args, **real_kwargs), traced)

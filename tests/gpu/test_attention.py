@@ -110,14 +110,23 @@ def check_math(model: Attending, x: Tensor) -> None:
     assert peak_bytes(model, call, x) <= report().promised_peak_bytes
 
 
-def test_attention_that_is_dropped_out() -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        (SDPBackend.FLASH_ATTENTION, torch.bfloat16),
+        # Its random state is on the CPU.
+        (SDPBackend.EFFICIENT_ATTENTION, torch.float32),
+    ],
+    ids=["flash", "efficient"],
+)
+def test_attention_that_is_dropped_out(backend: SDPBackend, dtype: torch.dtype) -> None:
     """From one seed, the masks are those of plain torch.compile, in forward and backward."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, dropout_p=0.2, is_causal=True)
 
-    model, x = made(attend, torch.bfloat16)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    model, x = made(attend, dtype)
+    with sdpa_kernel(backend):
         plain = gradients(model, torch.compile(model), x)
         ours = gradients(model, compiled(model, "min"), x)
     for name, gradient in ours.items():

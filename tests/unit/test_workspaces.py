@@ -79,3 +79,19 @@ def test_measuring_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     args = (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     workspace_bytes(convolution, args, {}, convolution(*args))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("_scaled_dot_product_efficient_attention_backward", ["philox_seed", "philox_offset"]),
+        ("_efficient_attention_backward", ["philox_seed", "philox_offset"]),
+        ("_scaled_dot_product_flash_attention_backward", []),
+        ("_scaled_dot_product_cudnn_attention_backward", []),
+        ("mm", []),
+    ],
+)
+def test_random_states_that_a_kernel_reads_on_the_cpu(name: str, places: list[str]) -> None:
+    operator = getattr(torch.ops.aten, name).default
+    arguments = [argument.name for argument in operator._schema.arguments]
+    assert [a for a in arguments if workspaces.is_on_cpu(operator, a)] == places
