@@ -3,6 +3,9 @@
 `passes.chunking` proves which operators can be, and writes the graph; here it is decided whether
 that is done.  A chunked graph is split, captured, planned and measured as every graph is.  It is
 compiled if the graph as it is cannot be held within the budget, or only at a higher cost.
+
+Where Inductor has padded operands of matrix products (`graphs.padding`), the graph without the
+padding comes last, whole and in chunks: its products take longer.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from dtrcompile.passes.fitting.settings import (
     WORTHWHILE_OVERHEAD,
 )
 from dtrcompile.passes.graphs.capture import Captured
-from dtrcompile.passes.graphs.modules import output_arguments
+from dtrcompile.passes.graphs.modules import copied_module, output_arguments
+from dtrcompile.passes.graphs.padding import without_padding
 from dtrcompile.passes.graphs.sources import place_of
 
 log = logging.getLogger("dtrcompile")
@@ -53,7 +57,7 @@ class ChunkedSteps:
     capture: Callable[[fx.GraphModule, fx.GraphModule | None], Captured]
     make_fitter: Callable[[Captured], Fitter]
     n_outputs: int
-    _made: dict[tuple[tuple[str, ...], int], ChunkedStep | None] = field(default_factory=dict)
+    _made: dict[tuple[tuple[str, ...], int, int], ChunkedStep | None] = field(default_factory=dict)
 
     def better(
         self,
@@ -80,7 +84,11 @@ class ChunkedSteps:
         peak_bytes = _peak(found, agreed) - plain.captured.program.constant_bytes
         least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
         regions, refused = regions_of(self.joint, least_bytes)
-        step = self._best(plain, regions, target_bytes)
+        forms = [_Form(self.joint, 0, regions)]
+        unpadded, n_unpadded = without_padding(self.joint)
+        if n_unpadded:
+            forms.append(_Form(unpadded, n_unpadded, regions_of(unpadded, least_bytes)[0]))
+        step = self._best(plain, forms, target_bytes)
         outcome = None if step is None else _fitted(step, agreed)
         elapsed_s = time.perf_counter() - start
         if isinstance(outcome, Outcome):
@@ -109,39 +117,65 @@ class ChunkedSteps:
         return ""
 
     def _best(
-        self, plain: Fitter, regions: list[Region], target_bytes: int | None
+        self, plain: Fitter, forms: Sequence[_Form], target_bytes: int | None
     ) -> ChunkedStep | None:
-        """The one with the fewest chunks that leaves room for a plan, or else the smallest."""
-        if not regions:
-            return None
+        """The first form with the fewest chunks that leaves room for a plan, or else the smallest.
+
+        Args:
+            forms: in the order in which their operators take longer.
+        """
         best: ChunkedStep | None = None
         best_bytes = int(plain.least_bytes * WORTHWHILE_CHUNKING_SHARE)
-        for n_chunks in CHUNKS:
-            step = self._step(regions, n_chunks)
+        trials = [(form, n_chunks) for form in forms for n_chunks in form.numbers_of_chunks]
+        for form, n_chunks in trials:
+            step = self._step(form, n_chunks)
             if step is None:
                 continue
             n_bytes = step.fitter.least_bytes
-            log.debug("in %d chunks: about %s at least", n_chunks, format_bytes(n_bytes))
+            log.debug(
+                "in %d chunks, %d products without padding: about %s at least",
+                *(n_chunks, form.n_unpadded, format_bytes(n_bytes)),
+            )
             if n_bytes <= best_bytes:
                 best, best_bytes = step, int(n_bytes * WORTHWHILE_CHUNKING_SHARE)
             if target_bytes is not None and n_bytes <= target_bytes * WORTHWHILE_CHUNKING_SHARE:
                 break
         return best
 
-    def _step(self, regions: list[Region], n_chunks: int) -> ChunkedStep | None:
+    def _step(self, form: _Form, n_chunks: int) -> ChunkedStep | None:
         """In so many chunks; None if that is impossible, or would be too many operators."""
-        if n_chunks * sum(len(region.nodes) for region in regions) > MAX_CHUNKED_OPERATORS:
+        if n_chunks * sum(len(region.nodes) for region in form.regions) > MAX_CHUNKED_OPERATORS:
             return None
-        key = tuple(region.seed.name for region in regions), n_chunks
+        key = tuple(region.seed.name for region in form.regions), n_chunks, form.n_unpadded
         if key not in self._made:
-            cuts = [(region, min(n_chunks, region.n_rows)) for region in regions]
-            graph = chunked(self.joint, cuts)
+            cuts = [(r, min(n_chunks, r.n_rows)) for r in form.regions if n_chunks > 1]
+            # (PyTorch's partitioner writes into the graph that it splits.)
+            graph = chunked(form.graph, cuts) if cuts else copied_module(form.graph)
             self._made[key] = None
             if graph is not None:
                 captured = self.capture(*self.split(graph))
                 texts = tuple(_told(region, n) for region, n in cuts)
-                self._made[key] = ChunkedStep(self.make_fitter(captured), texts)
+                self._made[key] = ChunkedStep(self.make_fitter(captured), texts, form.n_unpadded)
         return self._made[key]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The graph of a step, with or without padded operands.
+
+    Attributes:
+        n_unpadded: as in `Outcome`.
+        regions: of the graph, which can be computed in chunks.
+    """
+
+    graph: fx.GraphModule
+    n_unpadded: int
+    regions: list[Region]
+
+    @property
+    def numbers_of_chunks(self) -> tuple[int, ...]:
+        """Those to try; 1 is the graph as it is, which needs no trial if nothing was left out."""
+        return (*((1,) if self.n_unpadded else ()), *(CHUNKS if self.regions else ()))
 
 
 @dataclass
@@ -150,10 +184,12 @@ class ChunkedStep:
 
     Attributes:
         texts: what is computed so, for the report.
+        n_unpadded: as in `Outcome`.
     """
 
     fitter: Fitter
     texts: tuple[str, ...]
+    n_unpadded: int
 
 
 def _apart(measured: Measured, captured: Captured) -> Measured:
@@ -189,7 +225,8 @@ def _fitted(step: ChunkedStep, limits: Limits) -> Outcome | InfeasibleBudgetErro
     """None if other random numbers would be drawn from one seed than without chunks."""
     found: Outcome | InfeasibleBudgetError
     try:
-        found = replace(step.fitter.fit(lambda _: limits), chunks=step.texts)
+        fitted = step.fitter.fit(lambda _: limits)
+        found = replace(fitted, chunks=step.texts, n_unpadded=step.n_unpadded)
     except InfeasibleBudgetError as refusal:
         found = refusal
     return None if step.fitter.is_reordered else found

@@ -63,6 +63,10 @@ def add_compile_report(
         if summary.is_cut_short
         else "",
         *(f"computed in chunks: {text}" for text in summary.chunks),
+        f"{summary.n_unpadded} matrix products run without the padding that Inductor adds for"
+        " speed, because its copies did not fit"
+        if summary.n_unpadded
+        else "",
         "" if summary.allocator.splits_all else _UNSPLIT,
         graph_break,
         *(

@@ -523,13 +523,20 @@ def _indexed(node: fx.Node) -> list[int]:
     return [d for d, index in enumerate(indices) if index is not None]
 
 
-class _Pad(_Samples):
-    """More elements around, along some of the last dimensions."""
+class _Pad(Rule):
+    """More elements around, along other dimensions than the one of the rows."""
+
+    def result(self, node: fx.Node, operand: fx.Node, rows: Rows) -> Rows | None:  # noqa: ARG002
+        return rows if self._is_free(node, rows) else None
 
     def operands(self, node: fx.Node, rows: Rows) -> Cuts | None:
+        return {node.all_input_nodes[0]: rows} if self._is_free(node, rows) else None
+
+    def _is_free(self, node: fx.Node, rows: Rows) -> bool:
         amounts = node.args[1]  # two for each dimension, from the last one on
         assert isinstance(amounts, (tuple, list))
-        return super().operands(node, rows) if len(amounts) // 2 < len(_shape(node)) else None
+        place = 2 * (len(_shape(node)) - 1 - rows.start)
+        return rows.count == 1 and not any(amounts[place : place + 2])
 
 
 class _Item(Rule):
@@ -603,7 +610,7 @@ _RULES: dict[object, Rule] = {
     aten.upsample_nearest2d_backward: _Samples(0, size_place=2),
     aten.upsample_bilinear2d_backward: _Samples(0, size_place=2),
     aten.upsample_bicubic2d_backward: _Samples(0, size_place=2),
-    aten.constant_pad_nd: _Pad(0),
+    aten.constant_pad_nd: _Pad(),
     **dict.fromkeys((aten.index, aten._unsafe_index), _Index(0)),
     **dict.fromkeys((aten.index_put, aten._unsafe_index_put), _IndexPut(0, 2)),
 }

@@ -235,6 +235,7 @@ class Outcome:
         is_cut_short: a search ended because it had lowered as much as it may.
         chunks: what is computed in chunks, and in how many; ``baseline_measured`` is then of the
             graph as it was.
+        n_unpadded: matrix products that are computed without the padding that Inductor gave them.
     """
 
     captured: Captured
@@ -250,6 +251,7 @@ class Outcome:
     saves_least: bool = False
     is_cut_short: bool = False
     chunks: tuple[str, ...] = ()
+    n_unpadded: int = 0
 
     @property
     def measured(self) -> Measured:

@@ -19,6 +19,7 @@ from dtrcompile.passes.chunking.rewrite import chunked
 from dtrcompile.passes.chunking.rows import Rows
 from dtrcompile.passes.nodes import packet
 from dtrcompile.passes.torch_private import select_decomp_table
+from tests.unit.padded_products import pad_products
 
 ROWS, WIDTH, WORDS = 37, 8, 160
 
@@ -122,6 +123,22 @@ def test_scores_and_their_loss_in_chunks(step: Step, n_chunks: int) -> None:
     # What is left whole is not the scores: the head's gradient is the largest.
     rows = -(-ROWS // min(n_chunks, ROWS))
     assert largest_bytes(other) <= max(rows * WORDS, WORDS * WIDTH) * 8
+
+
+@pytest.mark.parametrize("step", [plain, with_z_loss, tied])
+def test_scores_of_padded_products_in_chunks(step: Step) -> None:
+    """As Inductor pads them on a GPU, where the vocabulary has an odd number of words."""
+    inputs = text()
+    gm = joint_of(step, *inputs)
+    expected = gm(*inputs)
+    assert pad_products(gm, alignment=ROWS) == 3
+    torch.testing.assert_close(gm(*inputs), expected)
+    (region,) = regions_in(gm, ROWS * WORDS * 8)
+    assert region.n_rows == ROWS
+    other = in_chunks(gm, [region], 4)
+    assert_same(gm, other, inputs)
+    products = other.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert max(len(n.meta["val"]) for n in products if n.meta["val"].shape[1] > WORDS) == 10
 
 
 def test_the_operators_of_one_chunk_are_together() -> None:
