@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 from abc import ABC, abstractmethod
@@ -163,6 +164,12 @@ CPU_PEAKS = DevicePeaks(
     launch_ns=3_000,
     random_ops=_CPU_RANDOM_OPS,
 )
+
+# What a product takes longer by if the rows of an operand, or of the result, are not all at
+# multiples of so many bytes, on tensor cores (`bench.gpu`, part "costs", on an H100: 5.2 to 7.6 for
+# bfloat16 of odd width, 3.0 for even ones; 2.6 to 3.0 for TF32).  Without tensor cores it is 1.
+_TENSOR_CORE_ALIGNMENT = 16
+_MISALIGNED_SLOWDOWN = {2: 6.0, 4: 3.0, 8: 3.0}
 
 # What well-written kernels reach of the data sheet.
 _MATRIX_EFFICIENCY = 0.7
@@ -343,11 +350,42 @@ def _tf32_allowed(node: fx.Node) -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+_PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm,
+        torch.ops.aten.addmm,
+        torch.ops.aten.bmm,
+        torch.ops.aten.baddbmm,
+    }
+)
+
+
+def _slowdown(node: fx.Node) -> float:
+    """What rows that do not begin where tensor cores can read them cost a product."""
+    if packet(node) not in _PRODUCTS or not _is_on_gpu(node):
+        return 1.0
+    matrices = [t for n in (*node.all_input_nodes, node) for t in _tensors(n) if t.dim() >= 2]
+    aligned_bytes = min(map(_row_alignment, matrices), default=_TENSOR_CORE_ALIGNMENT)
+    return _MISALIGNED_SLOWDOWN.get(aligned_bytes, 1.0)
+
+
+def _is_on_gpu(node: fx.Node) -> bool:
+    return any(t.device.type != "cpu" for t in _tensors(node))
+
+
+def _row_alignment(matrix: torch.Tensor) -> int:
+    """The largest power of two of bytes, up to what tensor cores need, that divides all rows."""
+    strides = [size_hint(stride) for stride in matrix.stride()[-2:]]
+    row_bytes = max(strides) * matrix.element_size()
+    return math.gcd(row_bytes, _TENSOR_CORE_ALIGNMENT)
+
+
 class RooflineCostModel(CostModel):
     """max(arithmetic at the device's peak, bytes moved once at its bandwidth) + a launch.
 
     Matrix FLOPs come from `torch.utils.flop_counter`'s registry.  Data-sheet peaks are scaled by
-    what kernels reach in practice (0.7 of the matrix peak, 0.8 of the bandwidth).
+    what kernels reach in practice (0.7 of the matrix peak, 0.8 of the bandwidth).  Products of
+    matrices whose rows tensor cores cannot read at once take several times as long.
     """
 
     name = "roofline"
@@ -374,7 +412,8 @@ class RooflineCostModel(CostModel):
                 continue
             operand = next(t for n in node.all_input_nodes for t in _tensors(n))
             peak = self.peaks.matrix_peak(operand.dtype, tf32=_tf32_allowed(node))
-            matrix_s += flops / (peak * _MATRIX_EFFICIENCY)
+            slowdown = _slowdown(node) if peak > self.peaks.vector_flops else 1.0
+            matrix_s += slowdown * flops / (peak * _MATRIX_EFFICIENCY)
         return matrix_s + vector_ops / self.peaks.vector_flops
 
 
