@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.device.optimizer_step import state_tensors
+from dtrcompile.passes.device.padding import foreseen as foreseen_padding
 from dtrcompile.passes.errors import CaptureError, OptionError
 from dtrcompile.passes.target.devices import Target, planning_for
 from dtrcompile.passes.target.stand_in import standing_in
@@ -68,6 +69,7 @@ class Elsewhere:
                 stack.enter_context(planning_for(self.target))
                 stack.enter_context(standing_in(self.target))
                 stack.enter_context(traced(self.target))
+                stack.enter_context(foreseen_padding())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.autocast))
             yield

@@ -89,7 +89,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor import scheduler as inductor_scheduler
 from torch._inductor.codegen.triton_split_scan import TritonSplitScanKernel
-from torch._inductor.fx_passes import joint_graph
+from torch._inductor.fx_passes import joint_graph, pad_mm
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._prims_common import suggest_memory_format

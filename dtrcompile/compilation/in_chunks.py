@@ -88,7 +88,9 @@ class ChunkedSteps:
         unpadded, n_unpadded = without_padding(self.joint)
         if n_unpadded:
             forms.append(_Form(unpadded, n_unpadded, regions_of(unpadded, least_bytes)[0]))
-        step = self._best(plain, forms, target_bytes)
+        is_smallest = isinstance(found, InfeasibleBudgetError) or found.budget_bytes is None
+        smallest_bytes = _peak(found, agreed) if is_smallest else plain.least_bytes
+        step = self._best(smallest_bytes, forms, target_bytes)
         outcome = None if step is None else _fitted(step, agreed)
         elapsed_s = time.perf_counter() - start
         if isinstance(outcome, Outcome):
@@ -117,15 +119,16 @@ class ChunkedSteps:
         return ""
 
     def _best(
-        self, plain: Fitter, forms: Sequence[_Form], target_bytes: int | None
+        self, plain_bytes: int, forms: Sequence[_Form], target_bytes: int | None
     ) -> ChunkedStep | None:
         """The first form with the fewest chunks that leaves room for a plan, or else the smallest.
 
         Args:
+            plain_bytes: what the graph as it is holds at least.
             forms: in the order in which their operators take longer.
         """
         best: ChunkedStep | None = None
-        best_bytes = int(plain.least_bytes * WORTHWHILE_CHUNKING_SHARE)
+        best_bytes = int(plain_bytes * WORTHWHILE_CHUNKING_SHARE)
         trials = [(form, n_chunks) for form in forms for n_chunks in form.numbers_of_chunks]
         for form, n_chunks in trials:
             step = self._step(form, n_chunks)

@@ -361,23 +361,26 @@ _PRODUCTS = frozenset(
 
 
 def _slowdown(node: fx.Node) -> float:
-    """What rows that do not begin where tensor cores can read them cost a product."""
-    if packet(node) not in _PRODUCTS or not _is_on_gpu(node):
-        return 1.0
+    """What rows that tensor cores cannot read at once cost a product on a GPU."""
     matrices = [t for n in (*node.all_input_nodes, node) for t in _tensors(n) if t.dim() >= 2]
-    aligned_bytes = min(map(_row_alignment, matrices), default=_TENSOR_CORE_ALIGNMENT)
-    return _MISALIGNED_SLOWDOWN.get(aligned_bytes, 1.0)
+    is_on_gpu = any(matrix.device.type != "cpu" for matrix in matrices)
+    if packet(node) not in _PRODUCTS or not is_on_gpu:
+        return 1.0
+    return misaligned_slowdown(map(row_bytes, matrices))
 
 
-def _is_on_gpu(node: fx.Node) -> bool:
-    return any(t.device.type != "cpu" for t in _tensors(node))
+def misaligned_slowdown(rows_bytes: Iterable[int]) -> float:
+    """How many times as long a product takes on tensor cores as one of aligned rows.
+
+    Args:
+        rows_bytes: from one row to the next, of operands and result.
+    """
+    return _MISALIGNED_SLOWDOWN.get(math.gcd(_TENSOR_CORE_ALIGNMENT, *rows_bytes), 1.0)
 
 
-def _row_alignment(matrix: torch.Tensor) -> int:
-    """The largest power of two of bytes, up to what tensor cores need, that divides all rows."""
-    strides = [size_hint(stride) for stride in matrix.stride()[-2:]]
-    row_bytes = max(strides) * matrix.element_size()
-    return math.gcd(row_bytes, _TENSOR_CORE_ALIGNMENT)
+def row_bytes(matrix: torch.Tensor) -> int:
+    """From one row, or one column, of a matrix to the next; of a batch of matrices, too."""
+    return max(map(size_hint, matrix.stride()[-2:])) * matrix.element_size()
 
 
 class RooflineCostModel(CostModel):

@@ -113,6 +113,32 @@ def test_attention_and_autocast_are_those_of_the_device() -> None:
     assert 1.5 < old[1] / old[0] < 2.5  # memory-efficient attention
 
 
+class Head(nn.Module):
+    """A loss over so many words, most of what the step holds."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, words, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.inner(x)), labels)
+
+
+def test_an_odd_vocabulary_is_padded_as_on_the_device_and_still_fits() -> None:
+    """Two copies of the scores in bfloat16, until there is too little room for them."""
+    rows, words = 4096, 30011
+    plan = functools.partial(dtrcompile.plan, device=DEVICE, autocast=torch.bfloat16)
+    with torch.device("meta"):
+        x, labels = torch.randn(rows, WIDTH), torch.zeros(rows, dtype=torch.long)
+        odd, even = Head(words), Head(words + 5)
+    padded, aligned = (plan(model, x, labels, budget="100%") for model in (odd, even))
+    copy_bytes = 2 * rows * words
+    assert padded.baseline_peak_bytes - aligned.baseline_peak_bytes > copy_bytes // 2
+    smaller = plan(odd, x, labels, budget="45%")
+    assert smaller.fits and smaller.chunks
+    assert smaller.peak_bytes < aligned.baseline_peak_bytes
+
+
 def test_a_model_without_data_and_its_optimizer() -> None:
     with torch.device("meta"):
         model = Net()

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtrcompile.passes.device.costs import GPU_PEAKS
+from dtrcompile.passes.device.padding import is_faster
 from dtrcompile.passes.errors import OptionError
 from dtrcompile.passes.target.attention import attend
 from dtrcompile.passes.target.devices import TARGETS, Target, target_of
@@ -269,3 +270,27 @@ def test_nobody_is_asked_for_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     with standing_in(H100):
         assert torch.cuda.is_available()
         assert not torch.accelerator.is_available()
+
+
+def _matrices(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The features and the weight of a head, as a matrix product reads them."""
+    weight = torch.empty(n, k, dtype=dtype, device="meta")
+    return torch.empty(m, k, dtype=dtype, device="meta"), weight.t()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sizes", "dtype", "is_padded"),
+    [
+        ("H100", (8192, 1024, 50257), torch.bfloat16, True),
+        ("H100", (8192, 1024, 30522), torch.bfloat16, True),
+        ("H100", (8192, 1024, 50264), torch.bfloat16, False),  # as tensor cores read it
+        ("H100", (8191, 1024, 50264), torch.bfloat16, False),  # rows may be of any number
+        ("H100", (8192, 1023, 4096), torch.bfloat16, True),
+        ("H100", (64, 64, 63), torch.bfloat16, False),  # too small to pay for copies
+        ("H100", (8192, 1024, 50257), torch.float32, False),  # by no tensor core
+    ],
+)
+def test_products_are_padded_where_that_is_faster(
+    gpu: str, sizes: tuple[int, int, int], dtype: torch.dtype, is_padded: bool
+) -> None:
+    assert is_faster(*_matrices(*sizes, dtype), GPU_PEAKS[gpu]) == is_padded
