@@ -1,9 +1,10 @@
-"""The processes of `bench.gpu`: one after the other on the device, each with a limit of its time.
+"""The processes of `bench.gpu`, each with a limit of its time.
 
-A process prints what it found line by line, and each line becomes a row at once.  One that crashes,
-that says nothing for too long, or whose CUDA context is lost, ends at that row; what is left of its
-rows is measured in a new process.  Where the time of a part is over, what was being measured is
-left for the next run.
+They run one after the other, or side by side: then what is timed waits until nothing else uses the
+device (`bench.measure.device_turn`).  A process prints what it found line by line, and each line
+becomes a row at once.  One that crashes, that says nothing for too long, or whose CUDA context is
+lost, ends at that row; what is left of its rows is measured in a new process.  Where the time of a
+part is over, what was being measured is left for the next run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_rows import ROOT, Row, RowFile
-from bench.measure import say
+from bench.measure import TURNS, say
 
 BEGIN, ROW = "begin ", "row "
 """How a process says that it begins with a row, and what it found."""
@@ -47,6 +48,7 @@ class Job:
         command: what makes the rows, given the names of those that are there.
         environment: variables that are set for it.
         is_on_device: others run beside those that are.
+        is_alone: nothing else may use the device meanwhile.
         is_timed: a row that trained is final when it says how long a step takes.
     """
 
@@ -56,6 +58,7 @@ class Job:
     command: Callable[[Collection[str]], Sequence[str]]
     environment: Mapping[str, str] = field(default_factory=dict)
     is_on_device: bool = True
+    is_alone: bool = True
     is_timed: bool = False
 
     @property
@@ -70,26 +73,37 @@ class Runner:
     Attributes:
         log: a file for what the processes print beside their rows.
         retry: rows that failed are measured again.
+        side_by_side: so many processes run at the same time, where none of them is to be alone.
     """
 
     file: RowFile
     log: Path
     retry: bool = False
+    side_by_side: int = 1
+
+    @property
+    def _turns(self) -> dict[str, str]:
+        """What processes side by side take turns by, as a variable of theirs."""
+        return {TURNS: str(self.log.with_suffix(".turns"))} if self.side_by_side > 1 else {}
 
     def run(self, jobs: Sequence[Job], limit_s: float) -> list[Job]:
         """Run them in their order; returns those that are not finished.
 
-        Those that need no device run in a second line beside the others.
+        Those that need no device run in lines of their own, beside the others.
         """
         deadline_s = time.monotonic() + limit_s
-        on_device = [job for job in jobs if job.is_on_device]
+        alone = [job for job in jobs if job.is_on_device and job.is_alone]
+        together = [job for job in jobs if job.is_on_device and not job.is_alone]
         others = [job for job in jobs if not job.is_on_device]
-        with ThreadPoolExecutor(1) as thread:
-            beside = thread.submit(self._run_line, others, deadline_s)
-            return self._run_line(on_device, deadline_s) + beside.result()
-
-    def _run_line(self, jobs: Sequence[Job], deadline_s: float) -> list[Job]:
-        return [job for job in jobs if not self._finish(job, deadline_s)]
+        with ThreadPoolExecutor(self.side_by_side) as beside:
+            elsewhere = [beside.submit(self._finish, job, deadline_s) for job in others]
+            with ThreadPoolExecutor(self.side_by_side) as lines:
+                counted = [lines.submit(self._finish, job, deadline_s) for job in together]
+            are_finished = [future.result() for future in counted]
+            are_finished += [self._finish(job, deadline_s) for job in alone]
+            are_finished += [future.result() for future in elsewhere]
+        all_jobs = (*together, *alone, *others)
+        return [job for job, done in zip(all_jobs, are_finished, strict=True) if not done]
 
     def _finish(self, job: Job, deadline_s: float) -> bool:
         """Whether all rows of a job are there in the end."""
@@ -109,7 +123,7 @@ class Runner:
         """One process of a job; returns the names of the rows that need not be measured again."""
         at = _At([name for name in job.names if name not in measured])
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log, _started(job, measured, log) as process:
+        with self.log.open("ab") as log, _started(job, measured, log, self._turns) as process:
             for line in _lines(process, deadline_s):
                 if line is None:
                     at.measured.add(self._end(job, at.name, "stuck", f"after {STUCK_S:.0f} s"))
@@ -175,12 +189,14 @@ class _At:
 
 
 @contextlib.contextmanager
-def _started(job: Job, measured: Collection[str], log: Any) -> Iterator[subprocess.Popen[str]]:
+def _started(
+    job: Job, measured: Collection[str], log: Any, turns: Mapping[str, str]
+) -> Iterator[subprocess.Popen[str]]:
     """A process; at the end of the block, it and all that it started have ended."""
     process = subprocess.Popen(
         job.command(measured),
         cwd=ROOT,
-        env={**os.environ, **job.environment},
+        env={**os.environ, **job.environment, **turns},
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,

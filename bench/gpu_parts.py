@@ -32,7 +32,7 @@ _COMPARED = (
     ("plain_llama", "8k"),
     ("plain_gpt", "8k"),
 )
-_RIVALS = ("blocks", "selective", "memory_budget 0.3")
+RIVALS = ("blocks", "selective", "memory_budget 0.3")
 _MEMORIES = {"cuda": ("24GB", "40GB", "16GB", "80GB"), "cpu": ("8MB", "6MB")}
 _COMPILED = (_FIRST, "plain_llama", "mixture")
 _SEGMENTS = {True: "expandable_segments:True", False: "expandable_segments:False"}
@@ -43,20 +43,23 @@ class Where:
     """What is measured on.
 
     Attributes:
-        device: "cuda", or "cpu" to try the script.
+        device: "cuda", "cpu" to try the script, or "none" if nothing is run.
         target: the name under which `dtrcompile.plan` knows the GPU; None if it does not.
-        models: those that are wanted; empty: all.
-        is_quick: everything is small, and nothing is run on a device.
+        models, rivals: those that are wanted; empty: all.
+        is_quick: everything is small.
+        is_shared: processes run side by side, so that what is told first is of no interest.
     """
 
     device: str = "cuda"
     target: str | None = None
     models: tuple[str, ...] = ()
+    rivals: tuple[str, ...] = ()
     is_quick: bool = False
+    is_shared: bool = False
 
     def scale(self, name: str) -> str:
         """The scale that stands for a scale of a GPU."""
-        return name if self.device == "cuda" and not self.is_quick else "quick"
+        return "quick" if self.is_quick or self.device == "cpu" else name
 
     def wants(self, model: str) -> bool:
         return not self.models or model in self.models
@@ -91,12 +94,13 @@ def _promise(where: Where) -> Iterator[Job]:
     if where.is_quick:
         yield from _promised(where, _FIRST, BF16, True, ("80%",))
         return
-    yield from _promised(where, _FIRST, BF16, True, BUDGETS)
-    for model in _FURTHER:
-        yield from _promised(where, model, BF16, True, BUDGETS[:1])
-    yield from _promised(where, _FIRST, BF16, False, BUDGETS)
-    yield from _promised(where, _FIRST, FLOAT32, True, BUDGETS)
-    for dtype, is_expandable in ((BF16, True), (FLOAT32, True), (BF16, False), (FLOAT32, False)):
+    if not where.is_shared:  # or two processes would measure the same
+        yield from _promised(where, _FIRST, BF16, True, BUDGETS)
+        for model in _FURTHER:
+            yield from _promised(where, model, BF16, True, BUDGETS[:1])
+        yield from _promised(where, _FIRST, BF16, False, BUDGETS)
+        yield from _promised(where, _FIRST, FLOAT32, True, BUDGETS)
+    for dtype, is_expandable in ((BF16, True), (BF16, False), (FLOAT32, True), (FLOAT32, False)):
         for model in (_FIRST, *_FURTHER):
             yield from _promised(where, model, dtype, is_expandable, BUDGETS)
 
@@ -110,13 +114,14 @@ def _promised(
     scale = where.scale("few-gb")
     settings = _settings(model, scale, dtype, allocator=_SEGMENTS[is_expandable])
     environment = {"PYTORCH_CUDA_ALLOC_CONF": _SEGMENTS[is_expandable]}
-    if not where.is_quick:
+    if where.device != "none":
         yield Job(
             "promise",
             settings,
             ("compile", *(f"dtr {budget}" for budget in budgets)),
             _training(where, settings, budgets),
             environment,
+            is_alone=False,
         )
     if where.target is not None:
         yield Job(
@@ -139,7 +144,7 @@ def _training(
         return _of_rivals(
             where,
             *(settings[name] for name in ("model", "scale", "dtype")),
-            *("--methods", methods, "--budgets", ",".join(left), "--rounds", "3"),
+            *("--methods", methods, "--budgets", ",".join(left), "--rounds", "0"),
         )
 
     return command
@@ -159,6 +164,8 @@ def _telling(
 # --- the tests ----------------------------------------------------------------------------------
 
 
+# These fill the device.
+_TESTED_ALONE = ("test_auto_budget",)
 # What tells the most, of the tests.
 _TESTED_FIRST = ("test_semantics", "test_attention", "test_out_of_memory")
 
@@ -173,7 +180,8 @@ def _tests(_where: Where) -> Iterator[Job]:
         def command(measured: Collection[str], file: str = file) -> list[str]:
             return _worker("tests", file=file, measured=sorted(measured))
 
-        yield Job("tests", {"file": file}, (ALL,), command)
+        is_alone = path.stem in _TESTED_ALONE
+        yield Job("tests", {"file": file}, (ALL,), command, is_alone=is_alone)
 
 
 # --- against the alternatives -------------------------------------------------------------------
@@ -182,8 +190,8 @@ def _tests(_where: Where) -> Iterator[Job]:
 def _rivals(where: Where) -> Iterator[Job]:
     """A process for each rival: that one, dtr at its peak, and plain torch.compile take turns."""
     for model, named in _COMPARED:
-        for rival in _RIVALS:
-            if not where.wants(model):
+        for rival in RIVALS:
+            if not where.wants(model) or (where.rivals and rival not in where.rivals):
                 continue
             settings = _settings(model, where.scale(named), BF16, rival=rival)
             names = ("compile", rival, f"dtr as {rival}")
@@ -193,6 +201,7 @@ def _rivals(where: Where) -> Iterator[Job]:
                 names,
                 _against(where, settings, rival),
                 _EXPANDABLE,
+                is_alone=False,
                 is_timed=True,
             )
 

@@ -23,7 +23,6 @@ import torch
 
 from bench.elsewhere import is_as_told
 from bench.measure import write_json_line
-from dtrcompile.passes.errors import format_bytes
 from dtrcompile.source_hash import package_hash
 
 PARTS = ("promise", "tests", "rivals", "largest", "compile", "costs")
@@ -93,8 +92,12 @@ class Row:
 
     def identity(self) -> str:
         """What no two rows share."""
-        machine = {name: self.machine.get(name) for name in _SAME}
-        return json.dumps([machine, self.part, self.settings, self.name], sort_keys=True)
+        rest = json.dumps([self.part, self.settings, self.name], sort_keys=True)
+        return self.identity_of_machine() + rest
+
+    def identity_of_machine(self) -> str:
+        """What rows share that are judged together."""
+        return json.dumps({name: self.machine.get(name) for name in _SAME}, sort_keys=True)
 
 
 class RowFile:
@@ -223,7 +226,7 @@ def _promise(rows: Sequence[Row]) -> Verdict:
     text = (
         f"{len(trained) - len(over)} of {len(trained)} steps within their budgets,"
         f" {len(ours) - len(trained)} not trained,"
-        f" promise minus measured {_span(_slack_bytes(trained), format_bytes)},"
+        f" promise minus measured {_slacks(trained)},"
         f" gradient error at most {max(ratios, default=math.nan):.2f} x torch.compile's,"
         f" {len(told) - len(differing)} of {len(told)} as told without the device"
     )
@@ -233,12 +236,16 @@ def _promise(rows: Sequence[Row]) -> Verdict:
     return Verdict(text, tuple(broken))
 
 
-def _slack_bytes(rows: Iterable[Row]) -> list[int]:
-    return [
-        row.found["promised_bytes"] - row.found["peak_bytes"]
-        for row in rows
-        if row.found.get("promised_bytes") is not None and row.found.get("peak_bytes") is not None
-    ]
+def _slacks(rows: Sequence[Row]) -> str:
+    """By how much of its peak a step held less than was promised, by the allocator's settings."""
+    shares: dict[str, list[float]] = {}
+    for row in rows:
+        promised, peak = row.found.get("promised_bytes"), row.found.get("peak_bytes")
+        if promised is not None and peak is not None:
+            of = shares.setdefault(str(row.settings.get("allocator", "")), [])
+            of.append((promised - peak) / peak)
+    said = [f"{_span(of, '{:.2%}'.format)} {name}".rstrip() for name, of in shares.items()]
+    return " and ".join(said) or "unknown"
 
 
 def _over(rows: Iterable[Row]) -> list[str]:

@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,8 @@ def _own_output() -> Iterator[Any]:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
+    """What a row says of it; the log has all of it."""
+    traceback.print_exception(error)
     cause = wrapped_error(error) or cause_of(error)
     first_line = str(cause).strip().partition("\n")[0]
     return {"status": "failed", "reason": f"{type(cause).__name__}: {first_line}"[:300]}
@@ -159,7 +162,7 @@ def tests(
         return
     import pytest
 
-    arguments = [file, "-m", "gpu", "-p", "no:cacheprovider", "-W", "default"]
+    arguments = [file, "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", "--tb=long"]
     arguments += [f"--deselect={name}" for name in measured]
     # Nothing is left to run where all tests but the last row were there.
     allowed = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
@@ -360,6 +363,8 @@ def operators(
         "narrow product": (lambda a, b: a @ b.t(), [wide, up]),
         "gradient of a weight": (lambda a, b: a.t() @ b, [x, wide]),
         "float32 product": (torch.mm, [x.float(), square.float()]),
+        "product of odd width": (torch.mm, [x, made(width, width + 1)]),
+        "product of even width": (torch.mm, [x, made(width, width + 2)]),
         "causal attention": (
             functools.partial(F.scaled_dot_product_attention, is_causal=True),
             heads,

@@ -7,6 +7,8 @@ the step began (saved activations, temporaries, outputs, gradients).
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -14,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,22 @@ def interleaved_s(
         for name, call in calls.items():
             times[name].append(seconds_of(call))
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+TURNS = "DTR_BENCH_TURNS"
+"""The variable that names the file by which processes take turns on a device; unset: no turns."""
+
+
+@contextlib.contextmanager
+def device_turn(*, alone: bool = False) -> Iterator[None]:
+    """The device for the length of the block, beside others, or alone as soon as they let go."""
+    path = os.environ.get(TURNS)
+    if path is None:
+        yield
+        return
+    with open(path, "ab") as file:  # the lock goes with the file, also where the process is killed
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def _seconds_here(call: Callable[[], object]) -> float:

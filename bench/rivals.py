@@ -59,6 +59,7 @@ import dtrcompile
 from bench.measure import (
     Trainee,
     cause_of,
+    device_turn,
     format_table,
     interleaved_s,
     machine,
@@ -402,7 +403,8 @@ class _Bench:
     def run(self, add: Callable[[Row], None]) -> None:
         """Measure all, then time all; ``add`` gets each row twice, the second time with times."""
         for method, setting in settings(self.arguments):
-            row = self.measure(method, setting)
+            with device_turn():
+                row = self.measure(method, setting)
             self.rows.append(row)
             add(row)
         rounds = self.arguments.rounds
@@ -413,7 +415,8 @@ class _Bench:
             torch.cuda.empty_cache()
         calls = {str(key): trainee.step for key, trainee in self.trained.items()}
         try:
-            times = interleaved_s(calls, rounds=rounds, device=self.device)
+            with device_turn(alone=True):
+                times = interleaved_s(calls, rounds=rounds, device=self.device)
         except torch.OutOfMemoryError as error:
             say(f"{self.model.name}: no times: {error}")
             return
@@ -439,7 +442,7 @@ class _Bench:
         except Exception as error:
             explain(error, row)
             if row.status == "failed":
-                logging.getLogger(__name__).info("%s", row.key, exc_info=error)
+                logging.getLogger(__name__).warning("%s", row.key, exc_info=error)
         self.module.zero_grad(set_to_none=True)
         return row
 

@@ -88,9 +88,11 @@ class ChunkedSteps:
         unpadded, n_unpadded = without_padding(self.joint)
         if n_unpadded:
             forms.append(_Form(unpadded, n_unpadded, regions_of(unpadded, least_bytes)[0]))
-        is_smallest = isinstance(found, InfeasibleBudgetError) or found.budget_bytes is None
-        smallest_bytes = _peak(found, agreed) if is_smallest else plain.least_bytes
-        step = self._best(smallest_bytes, forms, target_bytes)
+        least_planned_bytes = plain.least_bytes
+        if isinstance(found, InfeasibleBudgetError) or found.budget_bytes is None:
+            # Its schedule may hold far more than the smallest plan does.
+            least_planned_bytes = max(least_planned_bytes, _peak(found, agreed))
+        step = self._best(least_planned_bytes, forms, target_bytes)
         outcome = None if step is None else _fitted(step, agreed)
         elapsed_s = time.perf_counter() - start
         if isinstance(outcome, Outcome):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from bench.gpu_rows import (
     verdict,
 )
 from bench.gpu_workers import Line, largest_trained, operators
-from bench.measure import Trainee
+from bench.measure import TURNS, Trainee, device_turn
 from bench.plain_models import PLAIN
 from bench.rivals import MODELS, checkpoint_blocks, gradients
 from workloads.training import relative_error
@@ -201,6 +202,50 @@ def test_processes_have_their_environment_and_their_own_line(tmp_path: Path) -> 
     assert [r.found["value"] for r in file.rows("costs")] == ["x"]
 
 
+def test_counted_processes_run_side_by_side_and_lone_ones_after_them(tmp_path: Path) -> None:
+    """The first two wait for one another; what is alone finds both of them ended."""
+    meets = PRINTS + (
+        "import time\n"
+        "own, other = os.environ['OWN'], os.environ['OTHER']\n"
+        "open(own, 'w').close()\n"
+        "while not os.path.exists(other): time.sleep(0.01)\n"
+        "row('a')"
+    )
+    files = str(tmp_path / "one"), str(tmp_path / "two")
+    pair = [
+        replace(
+            job(meets, ("a",), is_alone=False),
+            settings={"operators": own},
+            environment={"OWN": own, "OTHER": other},
+        )
+        for own, other in (files, files[::-1])
+    ]
+    alone = job(PRINTS + f"row('a', met=all(map(os.path.exists, {files})))", ("a",))
+    file = RowFile(tmp_path / "rows.jsonl", MACHINE)
+    runner = Runner(file, tmp_path / "log", side_by_side=2)
+    assert not runner.run([alone, *pair], 300.0)
+    assert [r.found.get("met") for r in file.rows("costs")] == [None, None, True]
+
+
+def test_what_is_timed_waits_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TURNS, str(tmp_path / "turns"))
+    events: list[str] = []
+
+    def time_it() -> None:
+        with device_turn(alone=True):
+            events.append("timed")
+
+    with device_turn(), device_turn():
+        thread = threading.Thread(target=time_it)
+        thread.start()
+        thread.join(0.2)
+        events.append("counted")
+    thread.join()
+    assert events == ["counted", "timed"]
+
+
 # --- parts --------------------------------------------------------------------------------------
 
 
@@ -301,7 +346,7 @@ def test_a_promise_that_is_kept() -> None:
     found = verdict("promise", [COMPILE, dtr(), dtr("20%", status="refused", minimum_bytes=300)])
     assert not found.broken
     assert "1 of 1 steps within their budgets, 1 not trained" in found.text
-    assert "promise minus measured 10 B" in found.text
+    assert "promise minus measured 1.72%" in found.text
     assert "gradient error at most 1.00 x" in found.text
 
 
