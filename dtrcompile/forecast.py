@@ -32,6 +32,7 @@ from dtrcompile.passes.errors import (
 )
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.target.devices import target_of
+from dtrcompile.passes.target.tracing import not_traced
 from dtrcompile.probe import planned_for
 from dtrcompile.steps.planned import Details
 from dtrcompile.text_table import text_table
@@ -282,9 +283,8 @@ def _forecasts(
     )
     *outcomes, ample = probed.outcomes
     assert isinstance(ample, Outcome)
-    device = "" if elsewhere.target is None else elsewhere.target.name
     return [
-        _forecast(budget, outcome, ample, probed, device, reserved_bytes)
+        _forecast(budget, outcome, ample, probed, elsewhere, reserved_bytes)
         for budget, outcome, reserved_bytes in zip(
             budgets, outcomes, probed.reserved_bytes, strict=True
         )
@@ -330,7 +330,7 @@ def _forecast(
     found: Outcome | InfeasibleBudgetError,
     ample: Outcome,
     probed: ProbedPlan,
-    device: str,
+    elsewhere: Elsewhere,
     reserved_bytes: int | None,
 ) -> Forecast:
     outcome = ample if isinstance(found, InfeasibleBudgetError) else found
@@ -354,11 +354,15 @@ def _forecast(
         probed.beside.in_step_bytes(probed.around_bytes),
         outcome.stats.cost_ns,
         ample.baseline[2].cost_ns,
-        device,
+        "" if elsewhere.target is None else elsewhere.target.name,
         reserved_bytes,
         outcome.chunks,
         refusal,
-        functools.partial(explained, Details.of(outcome), outcome.plan, probed.input_names)
-        if fits
-        else None,
+        functools.partial(_explained, elsewhere, outcome, probed.input_names) if fits else None,
     )
+
+
+def _explained(elsewhere: Elsewhere, outcome: Outcome, input_names: Sequence[str]) -> Explained:
+    """What becomes of each tensor, for which the schedule is run again as on the device."""
+    with elsewhere.entered(), not_traced():
+        return explained(Details.of(outcome), outcome.plan, input_names)

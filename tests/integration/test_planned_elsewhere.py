@@ -169,6 +169,14 @@ def test_in_another_dtype() -> None:
     assert next(model.parameters()).dtype is torch.float32
 
 
+def test_a_forecast_for_a_device_explains_itself() -> None:
+    model, x = made()
+    told = dtrcompile.plan(model, x, budget="min", device=DEVICE)
+    explained = told.explain()
+    assert explained.data.planned_peak_bytes > 0
+    assert "layers.0.weight" in str(explained)
+
+
 def test_a_sweep_for_a_device() -> None:
     model, x = made()
     points = dtrcompile.sweep(model, x, budgets=["100%", "min"], device="MI300X").points
