@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from dtrcompile.passes.device.costs import (
     round_cost,
 )
 from dtrcompile.passes.errors import OptionError
+from dtrcompile.passes.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -83,6 +85,33 @@ def test_tf32_counts_where_the_user_allows_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(costs, "_tf32_allowed", lambda _: True)
     # 2,000,000 operations at four a nanosecond; 120,000 bytes.
     assert roofline(nodes) == 100 + 500_000
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "slowdown"),
+    [
+        (1024, torch.bfloat16, 1),
+        (1026, torch.bfloat16, 3),  # 4 bytes more than a multiple of 16
+        (1025, torch.bfloat16, 6),
+        (1025, torch.float32, 1),  # no tensor core
+    ],
+)
+def test_products_of_misaligned_rows_take_longer_on_tensor_cores(
+    width: int, dtype: torch.dtype, slowdown: int
+) -> None:
+    graph = fx.Graph()
+    operands = [graph.placeholder(name) for name in "ab"]
+    node = graph.call_function(aten.mm.default, tuple(operands))
+    with FakeTensorMode():
+        values = [torch.empty(s, dtype=dtype, device="cuda") for s in ((64, 64), (64, width))]
+        for operand, fake in zip(operands, values, strict=True):
+            operand.meta["val"] = fake
+        node.meta["val"] = aten.mm(*values)
+    peaks = replace(ROUND_PEAKS, vector_flops=1e9 / 0.7)
+    seconds = RooflineCostModel(CPU, peaks).compute_s([node])
+    operations = 2 * 64 * 64 * width
+    each_ns = 0.5 if dtype is torch.bfloat16 else 1
+    assert seconds * 1e9 == pytest.approx(slowdown * each_ns * operations)
 
 
 def test_fused_cone_moves_each_byte_once() -> None:
