@@ -110,11 +110,16 @@ def planned_quickly() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def planned_in_one_order() -> Iterator[None]:
-    """For tests to which any plan will do, and that plan often: one order of first runs takes half
-    of the time of two."""
+    """For tests to which any plan will do: one order of first runs takes half the time of two."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(variable_of("planner"), "program-order")
         yield
+
+
+@pytest.fixture
+def planned_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two orders, as by default, among tests that plan in one."""
+    monkeypatch.delenv(variable_of("planner"))
 
 
 _MANY_MODULES = 20

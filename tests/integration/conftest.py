@@ -31,7 +31,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 
 @pytest.fixture(scope="module", autouse=True)
-def plans_that_will_do(planned_quickly: None) -> None:
+def plans_that_will_do(planned_quickly: None, planned_in_one_order: None) -> None:
     """What is asserted here is what a step holds and computes, for whatever plan it runs."""
 
 

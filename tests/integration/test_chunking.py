@@ -17,7 +17,7 @@ from dtrcompile.passes.fitting import settings
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 from workloads.training import assert_close, compile_dtr, gradients_of, unwrap
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled", "planned_in_one_order")
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 WORDS, WIDTH, TOKENS = 4096, 16, 288  # scores of 4.5 MiB
 

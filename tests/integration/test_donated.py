@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from tests.integration.scenarios import SCENARIOS
 from workloads.training import assert_close, check_reports, compile_dtr, observe
 
-pytestmark = pytest.mark.inductor
+pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("planned_as_usual")]
 
 
 def test_two_plans_of_a_graph_wait_for_their_backwards() -> None:

@@ -16,8 +16,6 @@ from torch._dynamo import list_backends
 
 from tests.integration.test_frameworks import EXAMPLES, run_example, run_python
 
-pytestmark = pytest.mark.usefixtures("planned_in_one_order")
-
 # As in a user's process: plans and code of an earlier run are read from disk.
 CACHES = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
 

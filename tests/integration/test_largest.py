@@ -17,8 +17,6 @@ from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 from dtrcompile.passes.program.sizes import Sizes
 from workloads.training import compile_dtr, unwrap
 
-pytestmark = pytest.mark.usefixtures("planned_in_one_order")
-
 
 def _gpt() -> tuple[nn.Module, Callable[[int], tuple[Tensor, ...]]]:
     model = GPT(GPTSizes(layers=2, width=32, heads=2, context=16, vocabulary=64))

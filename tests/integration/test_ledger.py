@@ -40,8 +40,6 @@ from workloads.training import (
     static_bytes,
 )
 
-pytestmark = pytest.mark.usefixtures("planned_in_one_order")
-
 WIDTH, BATCH, BLOCKS = 48, 512, 8
 WIDE = 128  # two buckets of gradients
 SAME = 1e-5

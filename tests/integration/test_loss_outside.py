@@ -15,7 +15,7 @@ import dtrcompile
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from workloads.training import compile_dtr, live_peak_bytes, static_bytes
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled", "planned_in_one_order")
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 ROWS, WIDTH, CLASSES, BLOCKS = 256, 32, 256, 6
 TARGETS, LABELS = torch.rand(ROWS, CLASSES), torch.arange(ROWS) % CLASSES

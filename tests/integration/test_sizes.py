@@ -20,8 +20,6 @@ from dtrcompile.passes.inductor.step import strides_like
 from workloads import changing_sizes
 from workloads.training import compile_dtr, executor_checked, relative_error
 
-pytestmark = pytest.mark.usefixtures("planned_in_one_order")
-
 
 class Blocks(nn.Module):
     """Linear layers and a loss; the scores of a wide last layer are its largest values."""

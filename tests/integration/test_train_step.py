@@ -18,7 +18,7 @@ from dtrcompile import InfeasibleBudgetError, OptionError, UnsupportedOptimizerE
 from dtrcompile.demo.memory import static_bytes, trace_step
 from workloads.training import compile_dtr, unwrap
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled", "planned_in_one_order")
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 LOGGER = logging.getLogger(__name__)
 Make = Callable[[Iterable[Any]], optim.Optimizer]
