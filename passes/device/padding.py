@@ -22,6 +22,7 @@ from dtrcompile.passes.device.costs import (
     device_peaks,
     misaligned_slowdown,
     row_bytes,
+    size_hint,
 )
 from dtrcompile.passes.torch_private import pad_mm
 
@@ -57,12 +58,12 @@ def _should_pad(match: Any, mat1: Any, mat2: Any, op: Any, input: Any = None) ->
 
 def is_faster(left: torch.Tensor, right: torch.Tensor, peaks: DevicePeaks) -> bool:
     """Whether a product takes less time with padding on a GPU of these peaks."""
-    (m, k), n = left.shape[-2:], right.shape[-1]
+    m, k, n = map(size_hint, (*left.shape[-2:], right.shape[-1]))
     peak = peaks.matrix_peak(left.dtype, tf32=torch.backends.cuda.matmul.allow_tf32)
-    rows_bytes = row_bytes(left), row_bytes(right), int(n) * left.element_size()
+    rows_bytes = row_bytes(left), row_bytes(right), n * left.element_size()
     if peak <= peaks.vector_flops or misaligned_slowdown(rows_bytes) == 1:
         return False
-    intensity = int(m) * int(n) * int(k) / int(m * k + n * k + m * n)
+    intensity = m * n * k / (m * k + n * k + m * n)
     return intensity > _BALANCE_SHARE * peak / peaks.bandwidth
 
 
