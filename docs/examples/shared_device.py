@@ -111,6 +111,15 @@ def job(name: str, folder: Path, begins: object, ends: object) -> None:
     share.leave()
 
 
+def wait_for(event: object, *jobs: multiprocessing.Process) -> None:
+    """Until a job has set the event; where one has failed instead, all of them end."""
+    while not event.wait(POLL_S):
+        if any(job.exitcode for job in jobs):
+            for job in jobs:
+                job.kill()
+            raise SystemExit("a job has failed")
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     context = multiprocessing.get_context("spawn")
@@ -121,9 +130,9 @@ def main() -> None:
             target=job, args=("second", Path(folder), second_runs, second_ends)
         )
         first.start()
-        first_runs.wait()
+        wait_for(first_runs, first)
         second.start()
-        second_runs.wait()
+        wait_for(second_runs, first, second)
         second_ends.set()
         second.join()
         first_ends.set()
