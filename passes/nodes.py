@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -442,6 +442,34 @@ def is_custom(target: object) -> bool:
         namespace = target._qualified_op_name.partition("::")[0]
         return namespace not in _OWN_NAMESPACES
     return isinstance(target, OpOverload) and target.namespace not in _OWN_NAMESPACES
+
+
+def map_by_name(
+    target: object,
+    function: Callable[[str, Any], Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An operator's arguments, each replaced by what a function gives for its name and itself.
+
+    What is no operator of PyTorch's has arguments without names.
+    """
+    names = [a.name for a in target._schema.arguments] if isinstance(target, OpOverload) else []
+    names += [""] * (len(args) - len(names))
+    return (
+        tuple(function(name, argument) for name, argument in zip(names, args, strict=False)),
+        {name: function(name, argument) for name, argument in kwargs.items()},
+    )
+
+
+def is_on_cpu(target: object, name: str) -> bool:
+    """Whether an argument of an operator on a GPU is on the CPU, whatever its fake tensor says.
+
+    Memory-efficient attention keeps the random state of its dropout there unless a CUDA graph is
+    recorded, and backward dereferences it there ("Seed and Offset Device" in
+    ``aten/src/ATen/native/transformers/cuda/attention.cu``).
+    """
+    return "efficient_attention" in str(target) and name in ("philox_seed", "philox_offset")
 
 
 def hint(size: int | torch.SymInt, unbacked: int = 0) -> int:

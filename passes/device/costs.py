@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from dtrcompile.passes.errors import OptionError
-from dtrcompile.passes.nodes import Role, hint, packet, role
+from dtrcompile.passes.nodes import Role, hint, is_on_cpu, map_by_name, packet, role
 from dtrcompile.passes.torch_private import disable_modes
 
 log = logging.getLogger("dtrcompile.costs")
@@ -622,8 +622,13 @@ def operator_key(node: fx.Node) -> str:
 
 
 def _node_call(node: fx.Node) -> Call:
-    args, kwargs = tree_map(_real, (node.args, node.kwargs))
     target = node.target
+
+    def real(name: str, argument: object) -> object:
+        device = torch.device("cpu") if is_on_cpu(target, name) else None
+        return tree_map(lambda value: _real(value, device), argument)
+
+    args, kwargs = map_by_name(target, real, node.args, node.kwargs)
     if not callable(target):
         raise TypeError(f"{target!r} is not a function")
     return lambda: target(*args, **kwargs)
@@ -635,10 +640,14 @@ def _copy_call(moved_bytes: int, device: torch.device) -> Call:
     return lambda: destination.copy_(source)
 
 
-def _real(value: object) -> object:
-    """A tensor of the argument's size, stride, dtype and device that holds harmless values."""
+def _real(value: object, device: torch.device | None) -> object:
+    """A tensor of the argument's size, stride and dtype that holds harmless values.
+
+    Args:
+        device: of the tensor; None: the argument's.
+    """
     if isinstance(value, fx.Node):
-        return tree_map(_real, value.meta.get("val"))
+        return tree_map(lambda inner: _real(inner, device), value.meta.get("val"))
     if isinstance(value, torch.SymInt):
         return size_hint(value)
     if not isinstance(value, torch.Tensor):
@@ -646,13 +655,14 @@ def _real(value: object) -> object:
     shape = [size_hint(s) for s in value.shape]
     strides = [size_hint(s) for s in _strides(value)]
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if n)
-    _check_fits(extent * value.element_size(), value.device)
+    device = device or value.device
+    _check_fits(extent * value.element_size(), device)
     if value.dtype.is_floating_point or value.dtype.is_complex:
         # Not zeros, with which some devices draw less power and so run faster.
-        flat = torch.linspace(-1.0, 1.0, extent, device=value.device).to(value.dtype)
+        flat = torch.linspace(-1.0, 1.0, extent, device=device).to(value.dtype)
     else:
         # Zero is a valid index into anything that is not empty.
-        flat = torch.zeros(extent, dtype=value.dtype, device=value.device)
+        flat = torch.zeros(extent, dtype=value.dtype, device=device)
     return flat.as_strided(shape, strides)
 
 

@@ -26,7 +26,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.declared import declaration
-from dtrcompile.passes.nodes import extent_bytes, hint, is_custom
+from dtrcompile.passes.nodes import extent_bytes, hint, is_custom, is_on_cpu, map_by_name
 from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.target.workspaces import foreseen_bytes
 from dtrcompile.passes.torch_private import (
@@ -162,44 +162,26 @@ def _form(leaf: object) -> object:
     return leaf
 
 
-def _real(leaf: object) -> object:
-    return _zeros(leaf, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # Zeros are valid indices; what is computed does not matter.
-    storage = torch.zeros(
-        max(extent_bytes(like), 1), dtype=torch.uint8, device=device
-    ).untyped_storage()
-    tensor = torch.empty(0, dtype=like.dtype, device=device)
-    return tensor.set_(storage, 0, like.shape, like.stride())
-
-
 def _real_arguments(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]]:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Tensors of zeros in place of fake ones."""
-    names = [argument.name for argument in func._schema.arguments]
 
     def real(name: str, argument: object) -> object:
-        if isinstance(argument, torch.Tensor) and is_on_cpu(func, name):
-            return _zeros(argument, torch.device("cpu"))
-        return pytree.tree_map(_real, argument)
+        device = torch.device("cpu") if is_on_cpu(func, name) else None
+        return pytree.tree_map_only(torch.Tensor, lambda fake: _zeros(fake, device), argument)
 
-    return (
-        tuple(real(name, argument) for name, argument in zip(names, args, strict=False)),
-        {name: real(name, argument) for name, argument in kwargs.items()},
-    )
+    return map_by_name(func, real, args, kwargs)
 
 
-def is_on_cpu(func: OpOverload, name: str) -> bool:
-    """Whether an argument of an operator on a GPU is on the CPU, whatever its fake tensor says.
-
-    Memory-efficient attention keeps the random state of its dropout there unless a CUDA graph is
-    recorded, and backward dereferences it there ("Seed and Offset Device" in
-    ``aten/src/ATen/native/transformers/cuda/attention.cu``).
-    """
-    return "efficient_attention" in func._schema.name and name in ("philox_seed", "philox_offset")
+def _zeros(fake: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    device = device or fake.device
+    # Zeros are valid indices; what is computed does not matter.
+    storage = torch.zeros(
+        max(extent_bytes(fake), 1), dtype=torch.uint8, device=device
+    ).untyped_storage()
+    tensor = torch.empty(0, dtype=fake.dtype, device=device)
+    return tensor.set_(storage, 0, fake.shape, fake.stride())
 
 
 def without_unasked(result: object, traced: object) -> object:

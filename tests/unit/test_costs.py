@@ -286,6 +286,19 @@ def test_each_distinct_operator_is_measured_once(
     assert record["cost_ns"] == first
 
 
+def test_random_states_that_a_kernel_reads_on_the_cpu_are_there() -> None:
+    """Their fake tensors say that they are on the GPU, and none is here."""
+    graph = fx.Graph()
+    states = [graph.placeholder(name) for name in ("seed", "offset")]
+    with FakeTensorMode():
+        for state in states:
+            state.meta["val"] = torch.empty((), dtype=torch.long, device="cuda")
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    before = (None,) * 7  # the tensors, which would be on the GPU
+    node = graph.call_function(backward, (*before, *states, 0.1, [True] * 4))
+    assert callable(costs._node_call(node))
+
+
 def test_timing_runs_outside_the_fake_mode(measured: MeasuredCostModel) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

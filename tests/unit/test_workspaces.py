@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dtrcompile.passes.device import workspaces
 from dtrcompile.passes.device.workspaces import workspace_bytes
+from dtrcompile.passes.nodes import is_on_cpu
 from dtrcompile.passes.torch_private import FakeTensorMode
 
 mm = torch.ops.aten.mm.default
@@ -94,4 +95,4 @@ def test_measuring_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
 def test_random_states_that_a_kernel_reads_on_the_cpu(name: str, places: list[str]) -> None:
     operator = getattr(torch.ops.aten, name).default
     arguments = [argument.name for argument in operator._schema.arguments]
-    assert [a for a in arguments if workspaces.is_on_cpu(operator, a)] == places
+    assert [a for a in arguments if is_on_cpu(operator, a)] == places
