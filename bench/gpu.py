@@ -39,7 +39,16 @@ import torch
 
 from bench.gpu_jobs import Runner
 from bench.gpu_parts import RIVALS, Where, jobs_of
-from bench.gpu_rows import PARTS, ROOT, RowFile, file_name, machine, read, verdict
+from bench.gpu_rows import (
+    PARTS,
+    ROOT,
+    RowFile,
+    file_name,
+    identity_of_machine,
+    machine,
+    read,
+    verdict,
+)
 from bench.measure import say, use_kernel_cache
 from bench.plain_models import PLAIN
 from dtrcompile.passes.target.devices import TARGETS
@@ -119,7 +128,7 @@ def judge(file: RowFile, parts: Sequence[str]) -> int:
 
 def judge_all(path: Path, parts: Sequence[str]) -> int:
     """As `judge`, for each source and release that the rows of a file were measured with."""
-    machines = {row.identity_of_machine(): row.machine for row in read(path)}
+    machines = {identity_of_machine(row.machine): row.machine for row in read(path)}
     status = 0
     for found in machines.values():
         file = RowFile(path, found)

@@ -93,11 +93,12 @@ class Row:
     def identity(self) -> str:
         """What no two rows share."""
         rest = json.dumps([self.part, self.settings, self.name], sort_keys=True)
-        return self.identity_of_machine() + rest
+        return identity_of_machine(self.machine) + rest
 
-    def identity_of_machine(self) -> str:
-        """What rows share that are judged together."""
-        return json.dumps({name: self.machine.get(name) for name in _SAME}, sort_keys=True)
+
+def identity_of_machine(machine: Mapping[str, Any]) -> str:
+    """What rows share that are valid for one another, and judged together."""
+    return json.dumps({name: machine.get(name) for name in _SAME}, sort_keys=True)
 
 
 class RowFile:
@@ -132,11 +133,9 @@ class RowFile:
         """Those of a part that are valid for this machine."""
         with self._lock:
             found = list(self._rows.values())
-        same = {name: self.machine.get(name) for name in _SAME}
+        own = identity_of_machine(self.machine)
         return [
-            row
-            for row in found
-            if row.part == part and {name: row.machine.get(name) for name in _SAME} == same
+            row for row in found if row.part == part and identity_of_machine(row.machine) == own
         ]
 
     def names(self, part: str, settings: Mapping[str, Any], *, retry: bool = False) -> set[str]:

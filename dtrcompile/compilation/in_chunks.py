@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -84,15 +84,11 @@ class ChunkedSteps:
         peak_bytes = _peak(found, agreed) - plain.captured.program.constant_bytes
         least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
         regions, refused = regions_of(self.joint, least_bytes)
-        forms = [_Form(self.joint, 0, regions)]
-        unpadded, n_unpadded = without_padding(self.joint)
-        if n_unpadded:
-            forms.append(_Form(unpadded, n_unpadded, regions_of(unpadded, least_bytes)[0]))
         least_planned_bytes = plain.least_bytes
         if isinstance(found, InfeasibleBudgetError) or found.budget_bytes is None:
             # Its schedule may hold far more than the smallest plan does.
             least_planned_bytes = max(least_planned_bytes, _peak(found, agreed))
-        step = self._best(least_planned_bytes, forms, target_bytes)
+        step = self._best(least_planned_bytes, self._forms(regions, least_bytes), target_bytes)
         outcome = None if step is None else _fitted(step, agreed)
         elapsed_s = time.perf_counter() - start
         if isinstance(outcome, Outcome):
@@ -120,18 +116,30 @@ class ChunkedSteps:
                 )
         return ""
 
+    def _forms(self, regions: list[Region], least_bytes: int) -> Iterator[_Form]:
+        """In the order in which their operators take longer; each is made when it is asked for.
+
+        Args:
+            regions: of the graph as it is.
+            least_bytes: of a value that is computed in chunks.
+        """
+        yield _Form(self.joint, 0, regions)
+        unpadded, n_unpadded = without_padding(self.joint)
+        if n_unpadded:
+            yield _Form(unpadded, n_unpadded, regions_of(unpadded, least_bytes)[0])
+
     def _best(
-        self, plain_bytes: int, forms: Sequence[_Form], target_bytes: int | None
+        self, plain_bytes: int, forms: Iterable[_Form], target_bytes: int | None
     ) -> ChunkedStep | None:
         """The first form with the fewest chunks that leaves room for a plan, or else the smallest.
 
         Args:
             plain_bytes: what the graph as it is holds at least.
-            forms: in the order in which their operators take longer.
+            forms: the cheapest first.
         """
         best: ChunkedStep | None = None
         best_bytes = int(plain_bytes * WORTHWHILE_CHUNKING_SHARE)
-        trials = [(form, n_chunks) for form in forms for n_chunks in form.numbers_of_chunks]
+        trials = ((form, n_chunks) for form in forms for n_chunks in form.numbers_of_chunks)
         for form, n_chunks in trials:
             step = self._step(form, n_chunks)
             if step is None:
