@@ -161,6 +161,12 @@ from torch._logging import trace_structured
 from torch.utils.checkpoint import CheckpointPolicy
 
 
+def weak_storage_bytes(address: int) -> int:
+    """Bytes of a storage that a `StorageWeakRef` refers to, by its ``cdata``; 0 if it is gone."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(address)
+    return 0 if storage is None else int(storage.nbytes())
+
+
 def tensor_use_count(tensor: torch.Tensor) -> int:
     """How many in C++ hold a tensor; 0 where the release of PyTorch does not tell."""
     use_count = getattr(tensor, "_use_count", None)

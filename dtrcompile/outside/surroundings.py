@@ -29,7 +29,13 @@ from torch.optim.optimizer import (
 )
 
 from dtrcompile.options import Options
-from dtrcompile.outside.communication import bucket_bytes, communication_bytes
+from dtrcompile.outside.communication import (
+    bucket_bytes,
+    communication_bytes,
+    shard_gradient_bytes,
+    sharded_groups,
+    shards,
+)
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.optimizer_step import (
     StepBytes,
@@ -207,6 +213,7 @@ class Surroundings:
         self.device = torch.device("cpu")
         self.given: dict[int, weakref.ref[Any]] = {}
         self.read: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.groups: list[weakref.ref[Any]] = []  # of parameters that FSDP2 shards
         self.current = NO_SURROUNDINGS
         self.changes = 0
         self.counted: weakref.WeakKeyDictionary[Optimizer, tuple[_Form, StepBytes]] = (
@@ -250,6 +257,11 @@ class Surroundings:
         """Bytes of the gradients of ``parameters`` that exist."""
         gradients = [("", p.grad) for p in parameters if p.grad is not None]
         return sum(storage_bytes(gradients, self.device, self.allocator).values())
+
+    def shard_gradient_bytes(self) -> Mapping[int, int]:
+        """``id`` of each whole parameter of a sharded model -> what is kept of its gradient."""
+        groups = [group for ref in self.groups if (group := ref()) is not None]
+        return shard_gradient_bytes(groups, self.allocator.block_bytes)
 
     def alive(self) -> list[torch.Tensor]:
         """Leaf tensors that graphs read."""
@@ -311,6 +323,11 @@ class Surroundings:
             for label, size_bytes in self._bytes(tensors, seen).items():
                 resident[label] = resident.get(label, 0) + size_bytes
                 present_bytes += size_bytes
+        groups = sharded_groups(self.read, self.device)
+        self.groups = list(map(weakref.ref, groups))
+        for label, size_bytes in self._bytes(shards(groups), seen).items():
+            resident[label] = size_bytes
+            present_bytes += size_bytes
         buckets = bucket_bytes(self.read, self.device, self.allocator.block_bytes)
         resident |= buckets
         present_bytes += sum(buckets.values())
@@ -328,7 +345,7 @@ class Surroundings:
             default=("", 0, 0),
         )
         # FSDP2's buffers come and go between the graphs, and none is left when an optimizer steps.
-        resident |= communication_bytes(self.read, self.device, self.allocator.block_bytes)
+        resident |= communication_bytes(groups, self.read, self.allocator.block_bytes)
         return SurroundingBytes(
             resident,
             present_bytes,

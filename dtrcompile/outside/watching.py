@@ -227,9 +227,8 @@ _active = _Active()
 @contextlib.contextmanager
 def _region(graph: WatchedGraph, args: Sequence[Any]) -> Iterator[None]:
     assert _active.watch is not None
-    addresses = viewed_storages(
-        a for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided
-    )
+    tensors = (a for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided)
+    addresses = viewed_storages(tensors, torch.UntypedStorage.data_ptr)
     _active.watch.calls.append(_Call(graph, addresses))
     with record_function(f"{_REGION}{graph.serial}"):
         yield

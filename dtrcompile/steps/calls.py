@@ -1,13 +1,15 @@
 """The calls of a step's graphs: what each was given and returned, and who held it in backward.
 
-Tensors are known by the addresses of their storages and by weak references; none is held.
+Tensors are known by weak references to their storages; none is held.  Two storages are the same if
+they are one object of PyTorch's, not if they have the same address: where the first is gone, or
+emptied as FSDP empties gathered parameters, the allocator gives its address to the next.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
@@ -18,7 +20,7 @@ from dtrcompile.outside.loss import LossBytes, OutsideLoss
 from dtrcompile.passes.device.allocators import EXACT, Allocator
 from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.graphs.storage_sizes import viewed_storages
-from dtrcompile.passes.torch_private import FakeTensor, storage_use_count
+from dtrcompile.passes.torch_private import FakeTensor, storage_use_count, weak_storage_bytes
 from dtrcompile.steps.autograd_nodes import PYTHONS_HOLD, are_unheld, saved_tensors, waits
 from dtrcompile.steps.planned import Planned
 
@@ -36,14 +38,15 @@ GraphT = TypeVar("GraphT", bound=CalledGraph)
 
 @dataclass
 class Call(Generic[GraphT]):
-    """One call of a graph: addresses and bytes of its tensors.
+    """One call of a graph: identities of its tensors' storages, and their bytes.
 
     Attributes:
-        parameters: inputs that gradients are accumulated for.
+        inputs, outputs: bytes of storages by identity.
+        parameters: inputs that gradients are accumulated for; bytes of these.
         before: calls of each graph that held what they saved.
         node: autograd's, of a call that awaits its backward.
-        given: storages of its inputs by address.
-        storages, addresses: of what it returned; None for what is no tensor.
+        given: storages of its inputs by identity.
+        storages: of what it returned; None for what is no tensor.
         has_gradient: of what it returned, whether autograd made it a part of its graph.
         live_outputs: indices of what was still held when its backward began.
         loss: what is held between it and the loss, above what it returned and nobody held any more;
@@ -53,6 +56,8 @@ class Call(Generic[GraphT]):
             before that.
         is_unused: its backward has not run; None where that is not known.
         outliving: of `inputs`, those that were still there when the next step began.
+        emptied: when it was made, and when its backward began: inputs of the step whose storages
+            had been emptied.
     """
 
     graph: GraphT
@@ -64,7 +69,6 @@ class Call(Generic[GraphT]):
     node: weakref.ref[Any] | None = None
     given: dict[int, StorageWeakRef] = field(default_factory=dict)
     storages: Sequence[StorageWeakRef | None] = ()
-    addresses: Sequence[int] = ()
     has_gradient: Sequence[bool] = ()
     live_outputs: frozenset[int] | None = None
     loss: LossBytes | None = None
@@ -72,31 +76,40 @@ class Call(Generic[GraphT]):
     held_tangent_bytes: int | None = None
     is_unused: bool | None = None
     outliving: dict[int, int] = field(default_factory=dict)
+    emptied: list[frozenset[int]] = field(default_factory=list)
 
     @staticmethod
     def of(
-        graph: GraphT, args: Sequence[Any], result: Any, before: Counter[int], node: Any
+        graph: GraphT,
+        args: Sequence[Any],
+        result: Any,
+        before: Counter[int],
+        node: Any,
+        gradient_bytes: Mapping[int, int] = {},
     ) -> Call[GraphT]:
-        """Record what the graph was called with and what it returned."""
+        """Record what the graph was called with and what it returned.
+
+        Args:
+            gradient_bytes: of parameters, by their ``id``, whose gradients are kept in part.
+        """
         results = result if isinstance(result, (tuple, list)) else (result,)
         leaves = [a for a in args if isinstance(a, torch.Tensor) and a.is_leaf]
         parameters = [a for a in leaves if a.requires_grad]
         allocator = EXACT if graph.planned is None else graph.planned.allocator
+        tensors = list(filter(is_counted, args))
         inputs = {
-            address: allocator.block_bytes(size)
-            for address, size in viewed_storages(filter(is_counted, args)).items()
+            identity: allocator.block_bytes(size)
+            for identity, size in viewed_storages(tensors, storage_identity).items()
         }
         accumulated, outputs = (_storages(values, allocator) for values in (parameters, results))
+        for parameter in parameters:
+            if id(parameter) in gradient_bytes:
+                identity = storage_identity(parameter.untyped_storage())
+                accumulated[identity] = gradient_bytes[id(parameter)]
         is_training = node is not None
         reference = weakref.ref(node) if is_training else None
-        storages = [StorageWeakRef(r.untyped_storage()) if is_counted(r) else None for r in results]
-        given = {
-            s.data_ptr(): StorageWeakRef(s)
-            for a in args
-            if is_counted(a)
-            for s in [a.untyped_storage()]
-        }
-        addresses = [r.untyped_storage().data_ptr() if is_counted(r) else 0 for r in results]
+        storages = [_storage_of(r) if is_counted(r) else None for r in results]
+        given = {reference.cdata: reference for a in tensors for reference in [_storage_of(a)]}
         return Call(
             graph,
             inputs,
@@ -107,16 +120,13 @@ class Call(Generic[GraphT]):
             reference,
             given,
             storages,
-            addresses,
             [isinstance(r, torch.Tensor) and r.grad_fn is not None for r in results],
         )
 
     def see_next_step(self) -> None:
         """Another step begins: note which inputs still exist."""
         self.outliving = {
-            address: size
-            for address, size in self.inputs.items()
-            if address in self.given and not self.given[address].expired()
+            identity: size for identity, size in self.inputs.items() if weak_storage_bytes(identity)
         }
 
     @property
@@ -129,16 +139,19 @@ class Call(Generic[GraphT]):
         """Of the outputs that were still held when its backward began, its inputs left out."""
         return self.bytes_of(self.live_outputs or ())
 
+    def returned(self, indices: Iterable[int]) -> set[int]:
+        """Storages of outputs."""
+        return {s.cdata for i in indices if (s := self.storages[i]) is not None}
+
     def bytes_of(self, indices: Iterable[int]) -> int:
         """Of outputs, each storage once, without what the call was given."""
-        addresses = {self.addresses[i] for i in indices} - self.inputs.keys()
-        return sum(size for address, size in self.outputs.items() if address in addresses)
+        counted = self.returned(indices) - self.inputs.keys()
+        return sum(size for identity, size in self.outputs.items() if identity in counted)
 
     def gone_bytes(self, taken: set[int]) -> int:
         """Of the outputs that no call takes, those that nobody held when its backward began."""
-        gone = self.handed_on.outputs or frozenset()
-        addresses = {self.addresses[i] for i in gone} - taken
-        return sum(size for address, size in self.outputs.items() if address in addresses)
+        gone = self.returned(self.handed_on.outputs or ()) - taken
+        return sum(size for identity, size in self.outputs.items() if identity in gone)
 
     def see_backward(self, holders: tuple[int, ...], node: Any, loss: OutsideLoss | None) -> None:
         """The backward of ``node`` begins; what the graph itself saved is not held by others.
@@ -190,13 +203,19 @@ class Call(Generic[GraphT]):
         return self.node is not None and not self.is_unused and not waits(self.node)
 
 
+def storage_identity(storage: torch.UntypedStorage) -> int:
+    """Equal for the tensors that share a storage, as long as somebody refers to it, if weakly."""
+    return int(storage._cdata)
+
+
+def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def _storages(values: Sequence[Any], allocator: Allocator) -> dict[int, int]:
-    """Address -> bytes of the storages of tensors; no tensor is held."""
-    return {
-        v.untyped_storage().data_ptr(): allocator.block_bytes(v.untyped_storage().nbytes())
-        for v in values
-        if is_counted(v)
-    }
+    """Storages of tensors -> bytes; no tensor is held."""
+    storages = (v.untyped_storage() for v in values if is_counted(v))
+    return {storage_identity(s): allocator.block_bytes(s.nbytes()) for s in storages}
 
 
 def is_counted(value: object) -> TypeGuard[torch.Tensor]:
@@ -208,11 +227,33 @@ def is_counted(value: object) -> TypeGuard[torch.Tensor]:
     )
 
 
-def external_bytes(calls: Sequence[Call[Any]], others: Sequence[Call[Any]] = ()) -> int:
+def emptied_now(calls: Iterable[Call[Any]]) -> frozenset[int]:
+    """Inputs of calls whose storages are there, but were emptied.
+
+    FSDP gathers the parameters of a module for its forward and again for its backward, and empties
+    them (``resize_(0)``) in between.
+    """
+    return frozenset(
+        identity
+        for call in calls
+        for identity, storage in call.given.items()
+        if not storage.expired() and not weak_storage_bytes(identity)
+    )
+
+
+def external_bytes(
+    calls: Sequence[Call[Any]],
+    others: Sequence[Call[Any]] = (),
+    emptied: frozenset[int] | None = None,
+) -> int:
     """Inputs of all calls, each storage once, without what the calls hand on to one another.
+
+    An input counts for the whole step, unless its storage is emptied in between.
 
     Args:
         others: calls of other forms of the step; of their inputs, those that outlived them.
+        emptied: inputs that hold nothing at the moment that is asked for; of all moments that the
+            calls saw, the one with the most bytes if it is None.
     """
     inputs: dict[int, int] = {}
     for call in others:
@@ -220,12 +261,26 @@ def external_bytes(calls: Sequence[Call[Any]], others: Sequence[Call[Any]] = ())
     for call in calls:
         inputs.update(call.inputs)
     for call in calls:
-        for address in call.outputs:
-            inputs.pop(address, None)
-    return sum(inputs.values())
+        for identity in call.outputs:
+            inputs.pop(identity, None)
+    moments = [emptied] if emptied is not None else _emptied_at_moments(calls)
+    gone_bytes = (sum(inputs.get(identity, 0) for identity in gone) for gone in moments)
+    return sum(inputs.values()) - min(gone_bytes, default=0)
+
+
+def _emptied_at_moments(calls: Sequence[Call[Any]]) -> Iterator[frozenset[int]]:
+    """What was emptied at each moment that was seen; whatever ever is counts from its first call
+    on."""
+    ever = frozenset().union(*(gone for call in calls for gone in call.emptied))
+    known: set[int] = set()
+    for call in calls:
+        known |= call.inputs.keys()
+        for moment, gone in enumerate(call.emptied):
+            is_forward = moment == 0
+            yield (gone | (ever - known) if is_forward else gone) - call.inputs.keys()
 
 
 def related(others: Sequence[Call[GraphT]], calls: Sequence[Call[GraphT]]) -> list[Call[GraphT]]:
     """Those of ``others`` that read a parameter which ``calls`` read too: of the same models."""
-    parameters = {address for call in calls for address in call.parameters}
+    parameters = {identity for call in calls for identity in call.parameters}
     return [call for call in others if parameters & call.parameters.keys()]

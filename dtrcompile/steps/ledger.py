@@ -48,7 +48,7 @@ from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, H
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.report import compilations
 from dtrcompile.steps.autograd_nodes import are_unheld, waits
-from dtrcompile.steps.calls import Call, external_bytes, related
+from dtrcompile.steps.calls import Call, emptied_now, external_bytes, related
 from dtrcompile.steps.planned import Assignment, Planned, is_small
 from dtrcompile.steps.recording import Recording
 from dtrcompile.steps.shared_graph import GraphCall, SharedGraph, planned_of
@@ -136,7 +136,7 @@ class Ledger:
         outside = sum(w.kept_bytes for w in self.waiting())
         if self.recording.has_all_calls:
             calls = [c for c in self.calls if c.graph is not of_graph]
-            outside += external_bytes(calls, self.related_calls())
+            outside += external_bytes(calls, self.related_calls(), emptied_now(calls))
             outside += self.own_inputs_bytes(of_graph)
         else:
             outside += sum(
@@ -177,14 +177,14 @@ class Ledger:
     def own_inputs_bytes(self, graph: SharedGraph) -> int:
         """Inputs, parameters left out, of the graph's calls that wait, which no other call has."""
         inputs = {
-            address: size
+            identity: size
             for w in self.waiting()
             if w.call is not None and w.call.graph is graph and waits(w.node)
-            for address, size in w.call.inputs.items()
-            if address not in w.call.parameters
+            for identity, size in w.call.inputs.items()
+            if identity not in w.call.parameters
         }
-        others = {a for c in self.calls if c.graph is not graph for a in (*c.inputs, *c.outputs)}
-        return sum(size for address, size in inputs.items() if address not in others)
+        others = {i for c in self.calls if c.graph is not graph for i in (*c.inputs, *c.outputs)}
+        return sum(size for identity, size in inputs.items() if identity not in others)
 
     def received_bytes(self, graph: SharedGraph) -> int:
         """Of the graph's inputs, those that calls which wait seem to have returned.
@@ -618,8 +618,10 @@ class Ledger:
     ) -> GraphCall:
         """Record the call."""
         with self.lock:
-            call = Call.of(graph, args, result, before, node)
+            kept = self.surroundings.shard_gradient_bytes()
+            call = Call.of(graph, args, result, before, node, kept)
             if self.is_recording:
+                call.emptied = [emptied_now(self.calls)]
                 self.calls.append(call)
             return call
 
@@ -661,6 +663,8 @@ class Ledger:
                 self.check_handed_on(graph, waiting, planned)
             return
         with self.lock:
+            if waiting.call is not None:
+                waiting.call.emptied.append(emptied_now(self.calls))
             budget_bytes = self.known_budget_bytes(graph)
             is_settled = not (planned.assignment.is_provisional or self.recording.is_observing)
             if is_settled and unforeseen_bytes(waiting, planned):
@@ -753,8 +757,8 @@ class Ledger:
         call = waiting.call
         if call is None or call.live_outputs is None:
             return NOTHING_HANDED_ON
-        taken = {address for c in self.calls if c is not call for address in c.inputs}
-        is_taken = any(address in taken for address in call.outputs)
+        taken = {identity for c in self.calls if c is not call for identity in c.inputs}
+        is_taken = any(identity in taken for identity in call.outputs)
         are_given = is_taken or are_unheld(call.holders)
         return HandedOn(call.handed_on.outputs, are_given and ALL_HANDED_ON.tangents)
 
@@ -787,7 +791,8 @@ class Ledger:
             if call.is_done:
                 made.update(call.parameters)
         # Inputs that come from an earlier graph are among its constants and what that one keeps.
-        held_bytes = external_bytes(self.calls, self.related_calls()) + kept_bytes
+        emptied = emptied_now(self.calls)
+        held_bytes = external_bytes(self.calls, self.related_calls(), emptied) + kept_bytes
         held_bytes += graph.assignment.beside.resident_bytes
         return max(0, held_bytes - graph.planned.chosen.constant_bytes) + sum(made.values())
 

@@ -506,10 +506,10 @@ def _gradient_bytes(calls: Sequence[GraphCall]) -> list[int]:
 
 def _handed_on(calls: Sequence[GraphCall]) -> list[HandedOn]:
     """Of each call; nothing of one whose outputs are taken by operators that nobody counted."""
-    taken = {address for call in calls for address in call.inputs}
+    taken = {identity for call in calls for identity in call.inputs}
     return [
         c.handed_on
-        if c.loss is not None or any(a in taken for a in c.outputs)
+        if c.loss is not None or any(identity in taken for identity in c.outputs)
         else NOTHING_HANDED_ON
         for c in calls
     ]
@@ -518,9 +518,9 @@ def _handed_on(calls: Sequence[GraphCall]) -> list[HandedOn]:
 def _result_bytes(calls: Sequence[GraphCall]) -> list[int]:
     """For each planned call, what it returns that no call takes, and what its backward is given
     that somebody holds on to, such as the gradient of the loss: the caller may keep it."""
-    taken = {address for call in calls for address in call.inputs}
+    taken = {identity for call in calls for identity in call.inputs}
     return [
-        sum(size for address, size in call.outputs.items() if address not in taken)
+        sum(size for identity, size in call.outputs.items() if identity not in taken)
         - call.gone_bytes(taken)
         + call.kept_tangent_bytes
         for call in calls

@@ -32,7 +32,7 @@ from dtrcompile.steps.autograd_nodes import (
     saved_tensors,
     storages_of,
 )
-from dtrcompile.steps.calls import Call
+from dtrcompile.steps.calls import Call, storage_identity
 from dtrcompile.steps.planned import Code, Planned
 
 # Autograd's node calls one of them, which one depends on the release.
@@ -187,19 +187,19 @@ class Waiting:
 
         An output may be with the caller until its backward begins; then that has been seen.
         """
-        held, given_up = _addresses(arguments.values), set()
+        held, given_up = _storages(arguments.values), set()
         if self.call is not None:
             live = self.call.live_outputs
             outputs = self.call.outputs.keys()
-            held |= outputs if live is None else {self.call.addresses[i] for i in live}
+            held |= outputs if live is None else self.call.returned(live)
             given_up = outputs - held
         for tensor in saved:
             storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            if address in held or not storage.resizable():
+            identity = storage_identity(storage)
+            if identity in held or not storage.resizable():
                 continue
             # (Autograd unpacks an output that it saved as another tensor, which holds it too.)
-            if address in given_up or storage_use_count(storage._cdata) <= _NOBODY_ELSE:
+            if identity in given_up or storage_use_count(storage._cdata) <= _NOBODY_ELSE:
                 storage.resize_(0)
 
     def compute_again(self) -> Any:
@@ -248,9 +248,9 @@ def _versions(values: Sequence[Any]) -> tuple[int | None, ...]:
     return tuple(v._version if isinstance(v, torch.Tensor) else None for v in values)
 
 
-def _addresses(values: Sequence[Any]) -> set[int]:
+def _storages(values: Sequence[Any]) -> set[int]:
     return {
-        v.untyped_storage().data_ptr()
+        storage_identity(v.untyped_storage())
         for v in values
         if isinstance(v, torch.Tensor) and v.layout is torch.strided
     }

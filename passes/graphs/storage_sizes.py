@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import sympy
 import torch
@@ -29,16 +29,18 @@ def viewed_bytes(nodes: Sequence[fx.Node]) -> int:
     return size_bytes
 
 
-def viewed_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address of a storage -> bytes of it that these tensors view: what they count as inputs.
+def viewed_storages(
+    tensors: Iterable[torch.Tensor], key: Callable[[torch.UntypedStorage], int]
+) -> dict[int, int]:
+    """``key`` of a storage -> bytes of it that these tensors view: what they count as inputs.
 
     The rest of the storage is the caller's: a batch may be a view of a whole data set.
     """
     found: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        found[address] = min(found.get(address, 0) + extent_bytes(tensor), storage.nbytes())
+        viewed_bytes = found.get(key(storage), 0) + extent_bytes(tensor)
+        found[key(storage)] = min(viewed_bytes, storage.nbytes())
     return found
 
 
