@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import fx
@@ -60,13 +61,42 @@ def _source(nodes: Sequence[fx.Node], parsed: dict[str, tuple[Frame, ...]]) -> S
     """Of an operator: where its last node that tells comes from, which gives the result."""
     for node in reversed(nodes):
         trace = node.meta.get("stack_trace")
-        modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        if not trace and not modules:
+        paths = _module_paths(node)
+        if not trace and not paths:
             continue
         if trace and trace not in parsed:
             parsed[trace] = _without_torch(frames_of(trace))
-        return Source(_module(modules or {}), parsed.get(trace, ()) if trace else ())
+        return Source(_module(paths), parsed.get(trace, ()) if trace else ())
     return NOWHERE
+
+
+def _module_paths(node: fx.Node) -> tuple[str, ...]:
+    """Paths of the modules that a node is in, the outermost first.
+
+    Autograd adds up the gradients of a tensor that is read several times, which no line of the
+    user's does: a sum belongs to the innermost module that all of these readers are in.
+    """
+    if not node.meta.get("is_gradient_acc"):
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        return tuple(path for path, _ in stack.values())
+    common: tuple[str, ...] | None = None
+    seen, waiting = {node}, [node]
+    while waiting:
+        for summand in waiting.pop().all_input_nodes:
+            if summand in seen:
+                continue
+            seen.add(summand)
+            if summand.meta.get("is_gradient_acc"):
+                waiting.append(summand)
+            elif (paths := _module_paths(summand)) or common is None:
+                common = paths if common is None else _common(common, paths)
+    return common or ()
+
+
+def _common(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
+    """What two lists begin with alike."""
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return tuple(path for path, _ in alike)
 
 
 def _without_torch(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -101,8 +131,7 @@ _ROOT = re.compile(r"^[LG]\['([^']*)'\]")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
 
-def _module(stack: Mapping[str, tuple[str, object]]) -> str:
-    paths = [path for path, _ in stack.values()]
+def _module(paths: Sequence[str]) -> str:
     return readable_path(paths[-1]) if paths else ""
 
 
