@@ -199,7 +199,7 @@ def gpt2(compile_: Compile, width: int, batch: int) -> Form:
     small = batch == QUICK_BATCH
     length, vocabulary = (64, 500) if small else (256, 8000)
     config = GPT2Config(
-        n_layer=4,
+        n_layer=2 if small else 4,
         n_embd=width if small else 256,
         n_head=4,
         vocab_size=vocabulary,

@@ -28,6 +28,10 @@ order of first runs, begins that much below it, and is as exact.  Of ten models,
 nothing for six, which one try tells, and 1.1 to 2.7 % for four (`python -m
 bench.planner_orders`)."""
 
+MAX_KNOWN_MINIMUMS: Final = 32
+"""Plans.  Smallest plans are remembered for the programs that are asked for most lately: those of
+the graphs of one step, each beside the others and alone.  Not measured."""
+
 # Planner `auto`: how much it works
 
 WORK_PER_S: Final = 600_000

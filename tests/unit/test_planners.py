@@ -21,6 +21,7 @@ from dtrcompile.passes.planning.planners import (
     minimum_plan,
 )
 from dtrcompile.passes.planning.planners.auto import default_planning_s
+from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.planning.planners.improve import keep_what_fits, schedule_of
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.plan import Compute, Free, Plan, Step
@@ -257,6 +258,31 @@ def test_the_error_names_a_budget_that_works() -> None:
     plan = planner.plan(program, error.minimum_bytes)
     assert replay(program, plan)[0].peak_bytes <= error.minimum_bytes
     assert str(error.minimum_bytes) in str(error)
+
+
+def test_the_minimum_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal programs have one; another planner, or another program, has its own."""
+    asked: list[int] = []
+    plan = PLANNERS["dtr"].plan
+
+    def counted(self: Planner, program: Program, budget_bytes: int) -> Plan:
+        asked.append(budget_bytes)
+        return plan(self, program, budget_bytes)
+
+    monkeypatch.setattr(PLANNERS["dtr"], "plan", counted)
+    names = [name for name in HEURISTICS if "rand" not in name][:2]
+    one, other = (make_planner("dtr", heuristic=name) for name in names)
+    found = minimum_plan(transformer(2), one)
+    n_first = len(asked)
+    assert n_first > 1
+    assert minimum_plan(transformer(2), one) is found
+    assert infeasible(transformer(2), 1000, one).minimum_bytes is not None
+    assert len(asked) == n_first
+    minimum_plan(transformer(2), other)
+    n_other = len(asked)
+    assert n_other > n_first
+    minimum_plan(unit_chain(9), one)
+    assert len(asked) > n_other
 
 
 def test_minimum_of_a_program_where_nothing_can_be_evicted() -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import isabstract
@@ -16,6 +18,7 @@ from dtrcompile.passes.planning.heuristics import HEURISTICS
 from dtrcompile.passes.planning.planners.base import Planner, keep_all, lower_bound_bytes
 from dtrcompile.passes.planning.settings import (
     MAX_BISECTION_RUNS,
+    MAX_KNOWN_MINIMUMS,
     MINIMUM_TOLERANCE_DIVISOR,
     NEXT_SEARCH_DIVISOR,
 )
@@ -73,13 +76,34 @@ def minimum_plan(program: Program, planner: Planner) -> Plan:
     """The plan with the smallest peak that ``planner`` finds, by bisection on the budget.
 
     A planner is not monotone in the budget, so this is the smallest that was found, not a proof.
-    Deterministic; at most 24 runs of the planner.
+    Deterministic; at most 24 runs of the planner, and none if the same was asked before: it is the
+    same at every budget, and what takes longest of all that is asked of a planner.
     """
     return _minimum(program, planner)[1]
 
 
+# Latest last.
+_MINIMUMS: OrderedDict[tuple[str, Planner], tuple[int, Plan]] = OrderedDict()
+_LOCK = threading.Lock()
+
+
 def _minimum(program: Program, planner: Planner) -> tuple[int, Plan]:
     """A budget at which ``planner`` finds a plan, as small as could be found, and that plan."""
+    key = program.fingerprint, planner
+    with _LOCK:
+        known = _MINIMUMS.get(key)
+        if known is not None:
+            _MINIMUMS.move_to_end(key)
+            return known
+    found = _found_minimum(program, planner)
+    with _LOCK:
+        _MINIMUMS[key] = found
+        while len(_MINIMUMS) > MAX_KNOWN_MINIMUMS:
+            _MINIMUMS.popitem(last=False)
+    return found
+
+
+def _found_minimum(program: Program, planner: Planner) -> tuple[int, Plan]:
     baseline = keep_all(program)
     baseline_bytes = replay(program, baseline)[0].peak_bytes
     found = _Smallest(baseline_bytes, baseline_bytes, None)
