@@ -40,7 +40,7 @@ demo-quick:
 
 test:
 	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && $(LIGHT) "$$python" -m pytest -n $(WORKERS) \
-		--dist=worksteal -m "not sweep" $(TESTS)
+		--dist=worksteal --durations=25 -m "not sweep" $(TESTS)
 
 test-all:
 	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && "$$python" -m pytest -n $(WORKERS) \

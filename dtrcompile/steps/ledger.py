@@ -618,7 +618,7 @@ class Ledger:
     ) -> GraphCall:
         """Record the call."""
         with self.lock:
-            kept = self.surroundings.shard_gradient_bytes()
+            kept = self.surroundings.shard_gradient_bytes() if self.is_recording else {}
             call = Call.of(graph, args, result, before, node, kept)
             if self.is_recording:
                 call.emptied = [emptied_now(self.calls)]
