@@ -97,6 +97,19 @@ def fresh_state() -> Iterator[None]:
         sys.modules["torch._dynamo"].reset()
 
 
+@pytest.fixture(autouse=True)
+def compiled_lightly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels of a graph in one run of the compiler, unless they are to be what users get."""
+    is_light = os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") == "0"  # `make test`, not `test-all`
+    if not is_light or request.node.get_closest_marker("inductor") is None:
+        yield
+        return
+    from tests.kernels import compiled_together
+
+    with compiled_together():
+        yield
+
+
 @pytest.fixture(scope="module")
 def planned_quickly() -> Iterator[None]:
     """For tests to which any plan will do: planning takes most of their time.
