@@ -7,8 +7,6 @@ import gc
 import hashlib
 import logging
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +21,7 @@ from dtrcompile.passes.inductor.dry_run import Lowered, Wrapper
 from dtrcompile.passes.inductor.patches import Purpose, applied
 from dtrcompile.passes.inductor.side_by_side import LoweredBeside
 from dtrcompile.passes.nodes import mark_of
+from dtrcompile.passes.remembered import Remembered
 from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.torch_private import (
     BoxedBool,
@@ -64,7 +63,7 @@ def lower_graph(
     if wrapper is None:
         wrapper = request.lowered()
     wrapper = replace(wrapper, key=None if wrapper.constants else request.disk_key)
-    _remember(request.key, wrapper)
+    _LOWERED.put(request.key, wrapper)
     return wrapper
 
 
@@ -111,27 +110,18 @@ class _Request:
 
     def known(self) -> Wrapper | None:
         """The wrapper, if this process or an earlier one wrote it."""
-        with _LOCK:
-            if self.key in _LOWERED:
-                _LOWERED.move_to_end(self.key)
-                return _LOWERED[self.key]
-        entry = disk_cache.read(self.disk_key)
-        if entry is None:
-            return None
-        wrapper = Wrapper.of_entry(entry)
-        _remember(self.key, wrapper)
+        wrapper = _LOWERED.get(self.key)
+        if wrapper is None:
+            entry = disk_cache.read(self.disk_key)
+            if entry is None:
+                return None
+            wrapper = Wrapper.of_entry(entry)
+            _LOWERED.put(self.key, wrapper)
         return wrapper
 
     def lowered(self) -> Wrapper:
         """The wrapper, written now."""
         return _lowered(*self._what)
-
-
-def _remember(key: tuple[str, bytes], wrapper: Wrapper) -> None:
-    with _LOCK:
-        _LOWERED[key] = wrapper
-        if len(_LOWERED) > _MAX_REMEMBERED_WRAPPERS:
-            _LOWERED.popitem(last=False)
 
 
 def _lowered(
@@ -196,9 +186,7 @@ def _without_collector() -> Iterator[None]:
 
 # Wrappers by what they were made from: candidates of one plan often share a forward graph, and
 # recompilations share the default split's.
-_LOWERED: OrderedDict[tuple[str, bytes], Wrapper] = OrderedDict()
-_MAX_REMEMBERED_WRAPPERS = 64
-_LOCK = threading.Lock()
+_LOWERED = Remembered[tuple[str, bytes], Wrapper](64)
 
 
 def graph_text(gm: fx.GraphModule) -> str:

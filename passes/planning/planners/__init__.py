@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import isabstract
@@ -25,6 +23,7 @@ from dtrcompile.passes.planning.settings import (
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
+from dtrcompile.passes.remembered import Remembered
 
 __all__ = [
     "HEURISTICS",
@@ -82,24 +81,16 @@ def minimum_plan(program: Program, planner: Planner) -> Plan:
     return _minimum(program, planner)[1]
 
 
-# Latest last.
-_MINIMUMS: OrderedDict[tuple[str, Planner], tuple[int, Plan]] = OrderedDict()
-_LOCK = threading.Lock()
+_MINIMUMS = Remembered[tuple[str, Planner], tuple[int, Plan]](MAX_KNOWN_MINIMUMS)
 
 
 def _minimum(program: Program, planner: Planner) -> tuple[int, Plan]:
     """A budget at which ``planner`` finds a plan, as small as could be found, and that plan."""
     key = program.fingerprint, planner
-    with _LOCK:
-        known = _MINIMUMS.get(key)
-        if known is not None:
-            _MINIMUMS.move_to_end(key)
-            return known
-    found = _found_minimum(program, planner)
-    with _LOCK:
-        _MINIMUMS[key] = found
-        while len(_MINIMUMS) > MAX_KNOWN_MINIMUMS:
-            _MINIMUMS.popitem(last=False)
+    found = _MINIMUMS.get(key)
+    if found is None:
+        found = _found_minimum(program, planner)
+        _MINIMUMS.put(key, found)
     return found
 
 
