@@ -56,8 +56,8 @@ class Call(Generic[GraphT]):
             before that.
         is_unused: its backward has not run; None where that is not known.
         outliving: of `inputs`, those that were still there when the next step began.
-        emptied: when it was made, and when its backward began: inputs of the step whose storages
-            had been emptied.
+        emptied_in_forward, emptied_in_backward: inputs of the step whose storages had been emptied
+            when it was made, and when its backward began; None where that was not seen.
     """
 
     graph: GraphT
@@ -76,7 +76,8 @@ class Call(Generic[GraphT]):
     held_tangent_bytes: int | None = None
     is_unused: bool | None = None
     outliving: dict[int, int] = field(default_factory=dict)
-    emptied: list[frozenset[int]] = field(default_factory=list)
+    emptied_in_forward: frozenset[int] | None = None
+    emptied_in_backward: frozenset[int] | None = None
 
     @staticmethod
     def of(
@@ -271,13 +272,15 @@ def external_bytes(
 def _emptied_at_moments(calls: Sequence[Call[Any]]) -> Iterator[frozenset[int]]:
     """What was emptied at each moment that was seen; whatever ever is counts from its first call
     on."""
-    ever = frozenset().union(*(gone for call in calls for gone in call.emptied))
+    seen = [gone for c in calls for gone in (c.emptied_in_forward, c.emptied_in_backward) if gone]
+    ever = frozenset[int]().union(*seen)
     known: set[int] = set()
     for call in calls:
         known |= call.inputs.keys()
-        for moment, gone in enumerate(call.emptied):
-            is_forward = moment == 0
-            yield (gone | (ever - known) if is_forward else gone) - call.inputs.keys()
+        if call.emptied_in_forward is not None:
+            yield (call.emptied_in_forward | (ever - known)) - call.inputs.keys()
+        if call.emptied_in_backward is not None:
+            yield call.emptied_in_backward - call.inputs.keys()
 
 
 def related(others: Sequence[Call[GraphT]], calls: Sequence[Call[GraphT]]) -> list[Call[GraphT]]:

@@ -62,6 +62,7 @@ _RELEASED = (
     "a graph of the step finds no room beside what earlier ones saved: these compute it again in"
     " this step"
 )
+_REFUSED = "no plan is within the budget: the step is refused when its backward begins"
 _SHARE_OF_ONE = (
     "The budget is {} of this graph alone. If the training step has more graphs (modules that are"
     " compiled one by one), options={{'several_graphs': True}} makes it a share of the whole step."
@@ -244,7 +245,26 @@ class Ledger:
                     if missing_bytes:
                         log.warning(_NO_ROOM_FOR_LOSS, format_bytes(missing_bytes))
                     return
-        raise self.advised(min(refusals, key=_minimum_of), more_follow)
+        refusal = self.advised(min(refusals, key=_minimum_of), more_follow)
+        if not (more_follow and self.may_run_forward(graph, refusal)):
+            raise refusal
+
+    def may_run_forward(self, graph: SharedGraph, refusal: InfeasibleBudgetError) -> bool:
+        """Compile a new graph that no plan of holds the budget, if its forward alone does.
+
+        Its step is refused when its first backward begins: by then all graphs are known, and with
+        them the budget that the step needs.
+
+        Args:
+            refusal: of the graph, whose minimum is one of this graph alone.
+        """
+        if self.options.is_share or refusal.minimum_bytes is None:
+            return False
+        assignment = replace(self.first_assignment(True, graph), is_refused=True, note=_REFUSED)
+        if self.refusal_of(graph, assignment) is not None:
+            return False
+        forward_peak_bytes = planned_of(graph).chosen.forward_peak_bytes
+        return assignment.others.outside_bytes + forward_peak_bytes <= refusal.budget_bytes
 
     def expecting_loss(self, assignment: Assignment, graph: SharedGraph) -> Assignment | None:
         """The same with room for a loss outside of the graphs; None where none is to be expected.
@@ -621,7 +641,7 @@ class Ledger:
             kept = self.surroundings.shard_gradient_bytes() if self.is_recording else {}
             call = Call.of(graph, args, result, before, node, kept)
             if self.is_recording:
-                call.emptied = [emptied_now(self.calls)]
+                call.emptied_in_forward = emptied_now(self.calls)
                 self.calls.append(call)
             return call
 
@@ -658,13 +678,16 @@ class Ledger:
         planned = waiting.planned
         if planned is None:
             return
+        if planned.assignment.is_refused or any(_is_refused(c.graph) for c in self.calls):
+            with self.lock:
+                self.refuse_step(graph, waiting)
         if not self.is_recording:
             with self.lock:
                 self.check_handed_on(graph, waiting, planned)
             return
         with self.lock:
             if waiting.call is not None:
-                waiting.call.emptied.append(emptied_now(self.calls))
+                waiting.call.emptied_in_backward = emptied_now(self.calls)
             budget_bytes = self.known_budget_bytes(graph)
             is_settled = not (planned.assignment.is_provisional or self.recording.is_observing)
             if is_settled and unforeseen_bytes(waiting, planned):
@@ -676,6 +699,40 @@ class Ledger:
             except InfeasibleBudgetError:
                 self.abandon_step()
                 raise
+
+    def refuse_step(self, graph: SharedGraph, waiting: Waiting) -> None:
+        """The first backward of a step begins, one of whose graphs does not fit by itself.
+
+        All graphs are known now, so they are planned together.
+
+        Raises:
+            InfeasibleBudgetError: if that does not help; names what the whole step needs.
+        """
+        calls = self.calls or [c for c in (waiting.call,) if c is not None]
+        taken = {identity for call in calls for identity in call.inputs}
+        # What no graph takes, and is still there, is taken to be the caller's; nobody is expected
+        # to hold gradients.
+        expected = [
+            replace(
+                call,
+                live_outputs=frozenset(
+                    i
+                    for i, s in enumerate(call.storages)
+                    if s is not None and not s.expired() and s.cdata not in taken
+                ),
+                held_tangent_bytes=0,
+                is_unused=None,
+            )
+            for call in calls
+        ]
+        step = TrainingStep([expected], self.options, graph.assignment.beside, self.related_calls())
+        try:
+            step.compile()
+        except InfeasibleBudgetError as refusal:
+            for call in calls:
+                call.graph.refuse(refusal)
+            self.abandon_step()
+            raise
 
     def check_handed_on(self, graph: SharedGraph, waiting: Waiting, planned: Planned) -> None:
         """Make room if the caller still holds outputs or tangents that the plan takes to be gone.
@@ -799,6 +856,11 @@ class Ledger:
 
 def _minimum_of(refusal: InfeasibleBudgetError) -> int:
     return refusal.minimum_bytes or 0
+
+
+def _is_refused(graph: SharedGraph) -> bool:
+    """Whether a graph was compiled for its forward alone."""
+    return graph.planned is not None and graph.planned.assignment.is_refused
 
 
 def unforeseen_bytes(waiting: Waiting, planned: Planned) -> int:

@@ -47,6 +47,9 @@ class Assignment:
         more_follow: other graphs will run between this one's forward and backward, which ones is
             not known yet.
         is_share_of_unknown: the budget is a share of the whole step's peak, which is not known yet.
+        is_refused: no plan is within the budget.  The graph is compiled to be as small as can be,
+            for its forward alone: when its step's first backward begins, all graphs are known, and
+            what the whole step needs can be said.
         note: for the report.
         handed_on: what the caller does not hold in backward, as far as that was seen.
         holders: how many held the gradients that backward was given when that was seen.
@@ -59,6 +62,7 @@ class Assignment:
     others: OtherGraphs = field(default_factory=OtherGraphs)
     more_follow: bool = False
     is_share_of_unknown: bool = False
+    is_refused: bool = False
     note: str = ""
     handed_on: HandedOn = NOTHING_HANDED_ON
     holders: tuple[int, ...] = ()
@@ -85,6 +89,8 @@ class Assignment:
         if waits:
             return Limits(None, self.others, is_unlimited=True)
         more_follow = self.more_follow and measured.backward_peak_bytes > 0  # else it saves nothing
+        if self.is_refused:
+            return Limits(None, more_follow=more_follow)
         if self.is_share_of_unknown:
             # A share of the step is no less than that of this graph, and it has to fit by itself.
             if budget_bytes is not None:

@@ -452,8 +452,13 @@ class SharedGraph:
         is_dropped = self.is_stale and self.drops_stale
         return self.ledger.surroundings.current.with_kept(0 if is_dropped else self.kept_bytes)
 
+    def _raise_if_refused(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
     def __call__(self, *args: Any) -> Any:
         ledger = self.ledger
+        self._raise_if_refused()
         kept_bytes = self.kept.bytes_of(args)
         is_stale = False
         if kept_bytes and torch.is_grad_enabled():
@@ -468,8 +473,7 @@ class SharedGraph:
         before = ledger.before_call(self)
         if ledger.step_check is not None and not ledger.anything_waits():
             self._begin_step(ledger.step_check)
-        if self.refusal is not None:
-            raise self.refusal
+        self._raise_if_refused()  # when the step before ended
         values = self.symbols.values(args)
         has_other_sizes = values != self.values
         if has_other_sizes and self._outgrows(values):

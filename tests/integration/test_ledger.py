@@ -677,6 +677,38 @@ def test_a_refusal_within_the_first_step_says_that_the_step_may_need_more() -> N
             x = block(x)
 
 
+def test_a_refusal_of_a_graph_that_others_follow_names_what_the_whole_step_needs() -> None:
+    """What its first graph needs by itself was named once, and that budget was then refused too."""
+
+    class TwoGraphs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.last = nn.Sequential(*(Block() for _ in range(3))), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.trunk(x)
+            torch._dynamo.graph_break()
+            return self.last(x).square().mean()  # type: ignore[no-any-return]
+
+    module, x = TwoGraphs(), torch.randn(BATCH, WIDTH)
+    smallest = compile_dtr(module, "min", compiler="eager")
+    for _ in range(2):
+        smallest(x).backward()
+        module.zero_grad(set_to_none=True)
+    needed_bytes = max(report.step_peak_bytes for report in dtrcompile.reports())
+    own_bytes = dtrcompile.reports()[0].promised_peak_bytes
+    assert own_bytes < 0.95 * needed_bytes
+    torch._dynamo.reset()
+    refused = compile_dtr(module, own_bytes - 1, compiler="eager")
+    loss = refused(x)
+    with raises_dtr(InfeasibleBudgetError) as errors:
+        loss.backward()
+    minimum_bytes = errors[0].minimum_bytes
+    assert abs(minimum_bytes - needed_bytes) <= 0.05 * needed_bytes
+    with raises_dtr(InfeasibleBudgetError, f"{minimum_bytes} bytes"):
+        refused(x)
+
+
 def test_what_is_computed_again_must_not_have_changed() -> None:
     torch.manual_seed(3)
     modules = nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(2)])

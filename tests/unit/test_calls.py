@@ -34,7 +34,7 @@ def test_an_emptied_input_counts_only_while_it_holds_its_bytes() -> None:
     calls = list[Call[Any]]()
     for weight in weights:
         call = _call_with(weight, batch)
-        call.emptied = [emptied_now(calls)]
+        call.emptied_in_forward = emptied_now(calls)
         calls.append(call)
         weight.untyped_storage().resize_(0)
     assert emptied_now(calls) == {storage_identity(w.untyped_storage()) for w in weights}
@@ -43,7 +43,7 @@ def test_an_emptied_input_counts_only_while_it_holds_its_bytes() -> None:
         # Gathered for this backward, and ahead for the next.
         for weight in weights[max(0, k - 1) : k + 1]:
             weight.untyped_storage().resize_(256)
-        calls[k].emptied.append(emptied_now(calls))
+        calls[k].emptied_in_backward = emptied_now(calls)
         weights[k].untyped_storage().resize_(0)
     assert external_bytes(calls) == 2 * 256 + 32
     assert external_bytes([c for c in calls if c is not calls[1]]) == 2 * 256 + 32
