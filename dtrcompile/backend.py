@@ -45,12 +45,13 @@ def dtr(
         gm: the graph; owned by this function from here on.
         example_inputs: its inputs.
         options: see `dtrcompile.options.Options`.
-        mode: Inductor's, as ``options={"inductor": {"mode": ...}}``.
+        mode: Inductor's mode, as in ``options={"inductor": {"mode": ...}}``.
 
     Raises:
         OptionError: for an unknown or unusable option.
-        InfeasibleBudgetError: if no plan stays within the budget; names the smallest that does.
-        UnknownOptimizerError: if an optimizer is to be counted and cannot.
+        InfeasibleBudgetError: if no plan stays within the budget; names the smallest budget for
+            which a plan does.
+        UnknownOptimizerError: if an optimizer that is to be counted cannot be counted.
     """
     if mode is not None and (options is None or isinstance(options, Mapping)):
         inductor = (options or {}).get("inductor") or {}
@@ -71,7 +72,7 @@ def dtr(
 def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> BudgetedGraph:
-    """As `dtr`, with options that were parsed."""
+    """As `dtr`, with options that have been parsed."""
     inline_regions(gm)
     if torch.is_grad_enabled():
         unroll_recurrent(gm)

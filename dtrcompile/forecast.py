@@ -1,8 +1,8 @@
 """What a training step holds and costs within a budget, before anything is compiled or run.
 
 The model is traced and planned as in its first call (`probe`), so the peaks are those that the
-compiled step will have.  `sweep` asks for many budgets: the model is traced once, and what was
-lowered for one budget serves the others.
+compiled step will have.  `sweep` plans for many budgets: the model is traced only once, and what
+was lowered for one budget is used for the others too.
 """
 
 from __future__ import annotations
@@ -48,24 +48,25 @@ class Forecast:
 
     Attributes:
         budget: as it was given.
-        budget_bytes: what it comes to; None for ``"min"``.
-        fits: a plan keeps to the budget.  If none does, what follows is about the step without a
-            budget, except ``peak_bytes``, which is the smallest budget that can be met.
-        peak_bytes: what the graphs hold at most, with ``outside_bytes``.
+        budget_bytes: what the budget comes to in bytes; None for ``"min"``.
+        fits: whether a plan stays within the budget.  If none does, what follows is about the step
+            without a budget, except ``peak_bytes``, which is the smallest budget that can be met.
+        peak_bytes: the most that the graphs hold, ``outside_bytes`` included.
         baseline_peak_bytes: the same without a budget.
         split: bytes at the peak: parameters, inputs, saved, temporaries, gradients, outputs.
-        saved_bytes: held between forward and backward.
-        outside_bytes: of it, what no graph holds: the state of optimizers, for example.
-        optimizer_step_bytes: the most that is there inside of ``optimizer.step()``; 0 where no
+        saved_bytes: bytes that are held between forward and backward.
+        outside_bytes: the part of ``peak_bytes`` that no graph holds: the state of optimizers, for
+            example.
+        optimizer_step_bytes: the most that is held inside of ``optimizer.step()``; 0 if no
             optimizer is counted.
         cost_ns, baseline_cost_ns: time of a step's operators by the cost model, with and without
             the budget.
-        device: the GPU that was planned for though it may not be there; else empty.
+        device: the GPU that was planned for, although it may not be there; empty if there is none.
         reserved_bytes: what PyTorch's caching allocator takes from the GPU over several steps, the
-            optimizer's included, which is what has to be free there; None on a CPU, and where
-            nothing fits.
+            optimizer's included, which is what has to be free there; None on a CPU, and if no plan
+            fits.
         chunks: what is computed in chunks, and in how many.
-        refusal: why nothing fits; None where a plan does.
+        refusal: why no plan fits; None if one does.
     """
 
     budget: str
@@ -87,7 +88,7 @@ class Forecast:
 
     @property
     def overhead(self) -> float:
-        """Cost / baseline's cost; 1.0: nothing is computed twice."""
+        """Planned cost / baseline cost; 1.0 means that nothing is computed twice."""
         return self.cost_ns / self.baseline_cost_ns if self.baseline_cost_ns else 1.0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -95,7 +96,7 @@ class Forecast:
         return _forecast_of, (_values(self),)
 
     def to_json(self) -> str:
-        """One JSON object, one key a field."""
+        """One JSON object with a key for each field."""
         return json.dumps(_plain(self))
 
     def explain(self) -> Explanation:
@@ -103,7 +104,7 @@ class Forecast:
 
         Raises:
             InfeasibleBudgetError: if there is no plan.
-            DTRError: of a forecast that another process made.
+            DTRError: if another process made the forecast.
         """
         if self.refusal is not None:
             raise self.refusal
@@ -144,10 +145,10 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The answer of `sweep`.
+    """The result of `sweep`.
 
     Attributes:
-        points: one for each budget, in the order in which they were given.
+        points: one forecast for each budget, in the order in which the budgets were given.
     """
 
     points: tuple[Forecast, ...]
@@ -157,14 +158,14 @@ class Sweep:
         return text_table(header, list(map(_cells, self.points)), is_right=True)
 
     def to_json(self) -> str:
-        """A list of one JSON object a budget."""
+        """A JSON list with one object for each budget."""
         return json.dumps([_plain(point) for point in self.points])
 
     def dataframe(self) -> Any:
-        """One row a budget, as a ``pandas.DataFrame``.
+        """A ``pandas.DataFrame`` with one row for each budget.
 
         Raises:
-            MissingExtraError: without pandas.
+            MissingExtraError: if pandas is not installed.
         """
         try:
             import pandas  # type: ignore[import-untyped]
@@ -173,10 +174,10 @@ class Sweep:
         return pandas.DataFrame([_row(point) for point in self.points])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw overhead against peak, to a file of any kind that matplotlib writes.
+        """Draw overhead against peak, into a file of any kind that matplotlib writes.
 
         Raises:
-            MissingExtraError: without matplotlib.
+            MissingExtraError: if matplotlib is not installed.
         """
         try:
             from matplotlib.figure import Figure
@@ -210,14 +211,14 @@ def plan(
     """What a training step of ``model`` holds and costs within a budget; nothing is run.
 
     Args:
-        model: what ``torch.compile`` would be given.  It has to be one graph.  A module that was
-            built under ``torch.device("meta")`` is planned as if it was on the CPU.
-        inputs: what it would be called with.
+        model: what ``torch.compile`` would be given.  It has to compile as one graph.  A module
+            that was built under ``torch.device("meta")`` is planned as if it were on the CPU.
+        inputs: what the model would be called with.
         budget: as option ``budget``.
-        device: a GPU that need not be there, such as ``"cuda:H100-80GB"``
+        device: the device to plan for: a GPU that need not be there, such as ``"cuda:H100-80GB"``
             (`dtrcompile.passes.target.devices.TARGETS`); without it, where the tensors are.
         dtype: of the model's floating-point parameters, buffers and inputs; without it, their own.
-        autocast: as if the step ran under ``torch.autocast`` with this dtype.
+        autocast: plan as if the step ran under ``torch.autocast`` with this dtype.
         options: as for ``torch.compile(..., backend="dtr")``.
 
     Raises:
@@ -240,10 +241,10 @@ def sweep(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> Sweep:
-    """The same for many budgets: how much compute each of them costs.
+    """The same as `plan` for many budgets: how much compute each of them costs.
 
     Args:
-        budgets: as option ``budget``, each.
+        budgets: each as option ``budget``.
         device: as for `plan`.
         dtype: as for `plan`.
         autocast: as for `plan`.

@@ -1,9 +1,9 @@
 """The largest batch, or the longest sequence, that trains within a budget.
 
-The smallest plan's peak is a formula in the size (`passes.peak_formula`); where it meets the budget
-is a first guess, because the smallest plan for one size is not that for another.  From there on
-sizes are planned exactly as `torch.compile` would, nothing is compiled to kernels or run, until one
-fits and the next does not.
+The peak of the smallest plan is a formula in the size (`passes.peak_formula`).  The size at which
+it meets the budget is only a first guess, because the smallest plan for one size is not the
+smallest for another.  From there on, sizes are planned exactly as `torch.compile` would plan them,
+until one fits and the next does not.  Nothing is compiled to kernels or run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SizePoint:
     """A size that trains within the budget.
 
     Attributes:
-        promised_peak_bytes: what a step holds at most.
+        promised_peak_bytes: the most that a step holds.
         overhead: planned cost / baseline cost.
         cost_ns: planned cost of a step, by the cost model.
     """
@@ -48,19 +48,19 @@ class SizePoint:
 
     @property
     def relative_throughput(self) -> float:
-        """Sizes per planned nanosecond; only ratios mean anything."""
+        """The size per planned nanosecond; only ratios of such values mean anything."""
         return self.size / self.cost_ns if self.cost_ns else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The answer of `largest`.
+    """The result of `largest`.
 
     Attributes:
         symbol: what was varied.
-        size: the largest that trains within the budget; the next does not.
-        budget_bytes: for that size.
-        points: it and a few sizes below, ascending.
+        size: the largest size that trains within the budget; the next does not.
+        budget_bytes: the budget for that size.
+        points: this size and a few smaller ones, ascending.
     """
 
     symbol: str
@@ -92,14 +92,15 @@ def largest(
 ) -> Largest:
     """The largest size at which a training step of ``model`` stays within a budget.
 
-    Nothing is run but the planning: inputs of other sizes are made by repeating the given ones.
+    Only the planning is run: inputs of other sizes are made by repeating the given ones.
 
     Args:
         inputs: of any size that trains, and not smaller than 2.
         symbol: ``"batch"`` (dimension 0), ``"length"`` (dimension 1), or the number of a dimension.
-            It is changed in every input tensor whose size there is that of the first which has it.
-        budget: as option ``budget``, bytes; a share or ``"min"`` grows with the size.
-        most: sizes above are not looked at; None: 2 ** 20 times the given.
+            The size is changed in every input tensor that has the same size in this dimension as
+            the first tensor with this dimension.
+        budget: as option ``budget``, in bytes; a share or ``"min"`` grows with the size.
+        most: larger sizes are not looked at; None means 2 ** 20 times the given size.
         options: as for ``torch.compile(..., backend="dtr")``.
 
     Raises:

@@ -306,7 +306,7 @@ class ObjectsBeside:
         return ObjectsBeside, ()  # for cache keys: another process has other objects
 
     def uuid(self) -> str:
-        """The same for all optimizers, because graphs that are given any share one ledger."""
+        """The same for all objects, because all graphs that are given any share one ledger."""
         return "given" if self else "none"
 
 
@@ -345,8 +345,8 @@ class Options:
             are known to be followed by another one do so.
         most_plans: the most plans that a graph with symbolic sizes may have at once, each for a
             range of sizes.
-        chunking: large values may be computed in chunks where a training step does not fit
-            otherwise, or would cost more.
+        chunking: large values may be computed in chunks where a training step would otherwise not
+            fit, or would cost more.
         whole_step: each graph without a backward is a whole training step, the optimizer's update
             included.  `dtrcompile.train_step` sets it.
     """

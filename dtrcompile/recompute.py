@@ -1,9 +1,9 @@
-"""`recompute`: what runs inside keeps its inputs only, whatever the budget.
+"""`recompute`: only the inputs of what runs inside are kept, whatever the budget.
 
 The one-line scope for what the user knows better than any planner, in the manner of OneFlow's
 checkpointing scope.  It is a request, not a plan: what is inside is computed again in backward from
-what goes in; random numbers are not drawn again; and below the budget the planner may recompute
-more.
+its inputs; random numbers are not drawn again; and the planner may recompute more in order to stay
+within the budget.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def recompute(function: Callable[..., Any] | None = None) -> Any:
     Outside of ``torch.compile(..., backend="dtr")`` it does nothing.
 
     Args:
-        function: what to decorate; None: return the context manager.
+        function: the function to decorate; with None, the context manager is returned.
     """
     from torch.fx.traceback import annotate
 

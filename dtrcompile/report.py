@@ -1,4 +1,4 @@
-"""What was done to each graph: `reports` gives one `CompileReport` a compiled graph.
+"""What was done to each graph: `reports` returns one `CompileReport` for each compiled graph.
 
 The report is also logged to the logger ``dtrcompile`` at level INFO, which
 ``TORCH_LOGS="dtrcompile"`` shows (``"+dtrcompile"``: DEBUG and above).  No torch is imported here.
@@ -27,7 +27,7 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """One compiled graph.  All peaks count what ``docs/memory-model.md`` says.
+    """The report of one compiled graph.  All peaks count what ``docs/memory-model.md`` defines.
 
     Attributes:
         graph: index of the graph in this process, in order of compilation.
@@ -35,39 +35,40 @@ class CompileReport:
         compiler: ``"inductor"`` or ``"eager"``.
         device: the device planned for, such as ``"cpu"`` or ``"cuda:0"``.
         budget: as the user gave it.
-        budget_bytes: what it came to, less the reserve; None for ``"min"``.
+        budget_bytes: the budget in bytes, less the reserve; None for ``"min"``.
         baseline_peak_bytes: the peak without a budget.
-        promised_peak_bytes: what the compiled code holds at most.
-        planned_peak_bytes: the referee's peak of the plan, before what the compiler made of it.
+        promised_peak_bytes: the most that the compiled code holds.
+        planned_peak_bytes: the referee's peak of the plan, before the compiler changed anything.
         promised_split: bytes at the promised peak by what they are: parameters, inputs, saved,
             temporaries, gradients, outputs.
-        saved_bytes: held between forward and backward.
+        saved_bytes: bytes that are held between forward and backward.
         overhead: planned cost / baseline cost; 1.0 means that nothing is computed twice.
-        operators: how many the program has.
+        operators: how many operators the program has.
         recomputed: operator name -> extra runs.
-        planner: what made the plan.
+        planner: the planner that made the plan.
         planning_s: seconds spent on planning.
         lowering_s: seconds spent on looking at the compiler's schedule for the plan.
-        is_plan_from_disk: an earlier process made the plan, and kept it in the cache folder.
-        outside_bytes: what is there beside this graph: other graphs of the step, and ``beside``;
-            the budget is the whole step's, the peaks are this graph's.
+        is_plan_from_disk: whether an earlier process made the plan and kept it in the cache folder.
+        outside_bytes: what is held beside this graph: by other graphs of the step, and what
+            ``beside`` lists.  The budget is that of the whole step; the peaks are this graph's.
         step_peak_bytes: the most that the graphs of the step and what is beside them hold while
             this graph runs or waits for its backward: the promised peak with what the others hold
             at each moment, gradients of later graphs included.
-        beside: what no graph holds: state of optimizers, present and to come, master weights,
-            averages, kept gradients -> bytes.
-        optimizer_step_bytes: the most that is there inside of ``optimizer.step()``; 0 where no
+        beside: name -> bytes of what no graph holds: state of optimizers, present and to come,
+            master weights, averages, kept gradients.
+        optimizer_step_bytes: the most that is held inside of ``optimizer.step()``; 0 if no
             optimizer is counted.
-        first_optimizer_step_bytes: the same of the next step alone, which may make the state.
-        baseline_step_peak_bytes: the same, if this graph held what it does without a budget.
-        verification: ``"verified"``: the compiled code holds what is promised; else why that was
-            not looked at, or not yet.
+        first_optimizer_step_bytes: the same for the next step alone, which may create the state.
+        baseline_step_peak_bytes: what ``step_peak_bytes`` would be if this graph held what it does
+            without a budget.
+        verification: ``"verified"`` if the compiled code holds what is promised; otherwise why this
+            was not checked, or not yet.
         notes: what else the user should know.
-        plan: number of the plan among those of its graph, where sizes are symbolic.
+        plan: number of the plan among those of its graph, if sizes are symbolic.
         sizes: the values of symbolic sizes that the plan was made for, such as ``"s0 = 512"``.
         peak_formula: the promised peak in the graph's symbols, such as ``"1.2 MiB + 31.0 KiB·s0"``;
-            empty where sizes are fixed.
-        get_explained: what `explain` is made from, while the compiled model exists.
+            empty if sizes are fixed.
+        get_explained: returns what `explain` is made from, while the compiled model exists.
     """
 
     graph: int
@@ -124,7 +125,7 @@ class CompileReport:
 
     @property
     def step_bytes(self) -> int:
-        """The most that is there in a step of this graph, beside it and in ``optimizer.step()``."""
+        """The most that a step holds: with this graph, beside it, and in ``optimizer.step()``."""
         return max(
             self.step_peak_bytes,
             self.promised_peak_bytes + max(self.outside_bytes, sum(self.beside.values())),
@@ -133,11 +134,11 @@ class CompileReport:
 
     @property
     def recomputed_runs(self) -> int:
-        """Extra runs in all."""
+        """The number of extra runs of all operators together."""
         return sum(self.recomputed.values())
 
     def to_json(self) -> str:
-        """One JSON object, one key a field; without the explanation."""
+        """One JSON object with a key for each field, without the explanation."""
         found = asdict(replace(self, get_explained=None))
         del found[_OF_PROCESS]
         found["promised_split"] = dict(self.promised_split)
@@ -147,7 +148,7 @@ class CompileReport:
 
     @property
     def title(self) -> str:
-        """Names the graph."""
+        """A line that names the graph."""
         plan = f", plan {self.plan}" if self.sizes else ""
         return f"dtrcompile graph {self.graph}{plan}: {self.kind}, {self.compiler}, {self.device}"
 
@@ -250,8 +251,8 @@ _store = _Store()
 def reports() -> tuple[CompileReport, ...]:
     """The reports of the graphs compiled so far, oldest first.
 
-    A graph is compiled when the model first runs, or at its first call that needs a gradient.  Of
-    more than `MOST_REPORTS` graphs, the last are kept.
+    A graph is compiled when the model first runs, or at its first call that needs a gradient.  Only
+    the latest `MOST_REPORTS` reports are kept.
     """
     with _store.lock:
         return tuple(_store.reports)
@@ -265,7 +266,7 @@ def clear_reports() -> None:
 
 
 def next_graph_index() -> int:
-    """A number for the next graph; each call gives another."""
+    """A number for the next graph; each call returns another number."""
     with _store.lock:
         index = _store.next_graph
         _store.next_graph += 1
@@ -291,7 +292,7 @@ def compilations() -> int:
 
 
 def drop_report(graph: int, plan: int) -> None:
-    """Forget the report of a plan that is used no more."""
+    """Forget the report of a plan that is no longer used."""
     with _store.lock:
         for report in [r for r in _store.reports if (r.graph, r.plan) == (graph, plan)]:
             _store.reports.remove(report)

@@ -1,8 +1,8 @@
 """``dtrcompile.watch()``: what a step held, what was promised, and what held the difference.
 
-This is the other side of the promise.  What is observed comes from the allocator, through
-`torch.profiler`, which notes each allocation and each free, and the line of code that asked for it.
-What was there before is found among Python's objects.  On CUDA the peak is the allocator's own.
+This checks the promise.  What is observed comes from the allocator, through `torch.profiler`, which
+notes each allocation and each free, and the line of code that asked for it.  What existed before
+the step is found among Python's objects.  On CUDA the peak is the allocator's own figure.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _REST = "the rest of tensors of which a graph reads a part"
 
 
 class WatchedGraph(Protocol):
-    """What is asked of a graph that ran while a step was watched."""
+    """What `Watch` asks of a graph that ran while a step was watched."""
 
     serial: int
 
     def promised_bytes(self) -> int | None:
-        """What the step holds at most while the graph runs; None if nothing was planned."""
+        """The most that the step holds while the graph runs; None if nothing was planned."""
 
     def counts_kept_gradients(self) -> bool:
-        """Whether the promise holds gradients of an earlier backward."""
+        """Whether the promise includes gradients of an earlier backward."""
 
     def counts_optimizers(self) -> bool:
-        """Whether the promise holds the state of optimizers."""
+        """Whether the promise includes the state of optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Held:
     """Something that was live outside of the graphs.
 
     Attributes:
-        what: the operator that allocated it, or what it is, where it was there before.
-        where: ``file:line`` of the user's code; empty where that is not known.
-        size_bytes: at the moment of the peak.
+        what: the operator that allocated it, or what it is, if it existed before the step.
+        where: ``file:line`` of the user's code; empty if that is not known.
+        size_bytes: its size at the moment of the peak.
     """
 
     what: str
@@ -83,13 +83,13 @@ class Watch:
     """What one step held; filled in at the end of the ``with``.
 
     Attributes:
-        device: whose memory.
-        observed_bytes: the most that was live at one moment, whoever's it was.
+        device: the device whose memory is watched.
+        observed_bytes: the most that was live at one moment, whoever held it.
         promised_bytes: what the graphs that ran promise to hold at most, all of a step together;
             None if none ran.
         outside: what was live at that moment and is in no promise, largest first.
-        was_compiling: graphs were compiled while it watched, which runs library calls of its own:
-            watch a later step.
+        was_compiling: whether graphs were compiled while the step was watched.  Compiling runs
+            library calls of its own: watch a later step.
         messages: what was said of code outside of the graphs (also in the log).
     """
 
@@ -201,12 +201,13 @@ def watch(device: torch.device | str | None = None) -> Watch:
             model(x).backward()
         print(seen)
 
-    gives what was promised, what the allocator saw, and what was live outside of the graphs at that
-    moment, with the lines that asked for it.  The step runs slower, because a profile is taken; it
-    is not changed.
+    prints what was promised, what the allocator saw, and what was live outside of the graphs at the
+    moment of the peak, with the lines that asked for it.  The step runs slower, because a profile
+    is taken; it is not changed otherwise.
 
     Args:
-        device: whose memory; by default the current CUDA device if CUDA is in use, else the CPU.
+        device: the device whose memory is watched; by default the current CUDA device if CUDA is
+            in use, else the CPU.
 
     Raises:
         DTRError: on entering, if a profile is being taken already.
@@ -235,7 +236,7 @@ def _region(graph: WatchedGraph, args: Sequence[Any]) -> Iterator[None]:
 
 
 def running(graph: WatchedGraph, args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Around a call of a graph: what is allocated inside is the graph's."""
+    """A context around a call of a graph: what is allocated inside belongs to the graph."""
     return contextlib.nullcontext() if _active.watch is None else _region(graph, args)
 
 

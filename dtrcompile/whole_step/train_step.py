@@ -1,9 +1,9 @@
 """``dtrcompile.train_step``: forward, backward and the optimizer's update, as one graph.
 
-In the usual loop every gradient exists at once: backward ends before ``optimizer.step()`` begins.
-In one graph each parameter is updated as soon as its gradient is known and nothing reads the old
-value any more, and the gradient is freed.  What is held at the least is then what the model, the
-optimizer's state and a layer or two need.
+In the usual loop all gradients exist at the same time, because backward ends before
+``optimizer.step()`` begins.  In one graph each parameter is updated as soon as its gradient is
+known and nothing reads the old value any more, and the gradient is then freed.  The least that a
+step can hold is then what the model, the optimizer's state and a layer or two need.
 """
 
 from __future__ import annotations
@@ -41,24 +41,25 @@ def train_step(
         for inputs, targets in loader:
             loss = step(inputs, targets)
 
-    is ``loss = loss_fn(model(inputs), targets)``, ``loss.backward()``, ``optimizer.step()`` and
+    does ``loss = loss_fn(model(inputs), targets)``, ``loss.backward()``, ``optimizer.step()`` and
     ``optimizer.zero_grad()``.  The ``.grad`` of the parameters is neither read nor written.  The
     optimizer is the user's own: its state, and its learning rate, can be saved, loaded and changed
     at any time, and the usual loop can be taken up again after any step.
 
     Args:
         model: what is trained; its parameters that the optimizer does not have stay as they are.
-        optimizer: one of `torch.optim`, but LBFGS and SparseAdam.
+        optimizer: one of those in `torch.optim`, except LBFGS and SparseAdam.
         loss_fn: takes what the model returns and the targets, which are then the last argument of
-            each step.  None: the model returns the loss, or something that has it as ``.loss``.
+            each step.  None means that the model returns the loss, or something that has it as
+            ``.loss``.
         budget: see `dtrcompile.options.Options`; it covers parameters, the optimizer's state,
             gradients and all that is computed.
-        max_norm: gradients are scaled down to this norm in all, as
+        max_norm: all gradients together are scaled down to this norm, as
             `torch.nn.utils.clip_grad_norm_` does.  Every gradient is then held until the last is
             known.
         accumulate: number of micro-batches, of equal size, that a batch is computed in, one after
-            the other.  The loss is their mean.
-        options: further ones of the backend.
+            the other.  The loss is the mean of their losses.
+        options: further options of the backend.
 
     Raises:
         OptionError: if an argument cannot be used.
@@ -75,7 +76,7 @@ def train_step(
 
 
 class TrainStep:
-    """See `train_step`, which makes it."""
+    """A training step; see `train_step`, which makes it."""
 
     def __init__(
         self,
@@ -104,10 +105,10 @@ class TrainStep:
         self._compiled = torch.compile(self._run, backend=dtr, fullgraph=True, options=options)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> torch.Tensor:
-        """One step.
+        """Run one step.
 
         Returns:
-            The loss before the update, without a graph behind it.
+            The loss before the update, without autograd's graph behind it.
 
         Raises:
             InfeasibleBudgetError: if the step does not fit, before anything is computed.

@@ -1,18 +1,19 @@
 """What to evict first: the heuristics of DTR, and those that staging adds.
 
 Kirisame et al., *Dynamic Tensor Rematerialization*, ICLR 2021, section 4 and appendix C.1.  A
-heuristic gives every storage that may be evicted a score; the least score is evicted, ties by id.
+heuristic gives every storage that may be evicted a score; the storage with the lowest score is
+evicted, and ties are broken by id.
 
 The published heuristics score the past: *staleness* is the clock less the last access.  A staged
-planner knows the whole program, so the ones that end in ``_next`` put the *distance to the next
-use* in its place (Belady, 1966): the next operator of the program that reads the storage, or that
-needs a storage which was evicted and is computed from it.
+planner knows the whole program, so the heuristics that end in ``_next`` put the *distance to the
+next use* in the place of staleness (Belady, 1966): the next operator of the program that reads the
+storage, or that needs a storage which was evicted and is computed from it.
 
-What is done differently from the authors' simulator, everywhere: operators that have not run yet
-are never counted in an evicted neighborhood, and neither are storages that nothing needs again.
+In all heuristics, unlike in the authors' simulator, operators that have not run yet are never
+counted in an evicted neighborhood, and neither are storages that nothing needs again.
 
-Adding one is a class with its formula and a line in `HEURISTICS`, both in this file, and a row of
-docs/extending.md.
+A new heuristic needs a class with its formula and a line in `HEURISTICS`, both in this file, and a
+row in docs/extending.md.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ Ids: TypeAlias = npt.NDArray[np.intp]
 
 
 class Neighborhood(enum.Enum):
-    """Which evicted storages' costs are added to a storage's own (section 4.1).
+    """The evicted storages whose costs are added to a storage's own cost (section 4.1).
 
     NONE: none (`h_dtr_local`).
-    ANCESTORS: those that must be computed again before it can be (`h_msps`).
+    ANCESTORS: those that must be computed again before the storage can be (`h_msps`).
     EXACT: e*: evicted ancestors, and evicted descendants that are needed again.
     EQUIVALENCE: the union-find approximation of e*, ẽ*, with cost splitting (appendix C.2).
     """
@@ -46,7 +47,7 @@ class Neighborhood(enum.Enum):
 
 @dataclass(slots=True)
 class PoolState:
-    """Facts on every storage, kept current by the simulator; index = storage id.
+    """Facts about every storage, kept current by the simulator; index = storage id.
 
     Attributes:
         size_bytes: of the storage.
@@ -56,7 +57,7 @@ class PoolState:
         next_use_ns: baseline clock at its next use.
         clock_ns: the clock, recomputation included.
         baseline_clock_ns: the clock of the baseline at the present operator.
-        draws: evictions so far; seeds `h_rand`.
+        draws: number of evictions so far; seeds `h_rand`.
     """
 
     size_bytes: Array
@@ -73,8 +74,8 @@ class PoolState:
 class Pool:
     """The storages that may be evicted now: ``ids``, ascending, and their facts in that order.
 
-    ``copy_ns``: what moving each to the host and back would cost, where there is a link; a storage
-    then costs the less of that and of being computed again.
+    ``copy_ns``: what moving each to the host and back would cost, if there is a link; the cost of a
+    storage is then this or the cost of computing it again, whichever is lower.
     """
 
     ids: Ids
@@ -93,7 +94,7 @@ class Pool:
 
     @property
     def neighborhood_cost_ns(self) -> Array:
-        """c0 and the neighborhood."""
+        """c0 and the cost of the evicted neighborhood."""
         return self._or_copied(self.state.cost_ns[self.ids] + self.state.neighborhood_ns[self.ids])
 
     @property
@@ -114,9 +115,9 @@ class Heuristic(ABC):
     """Interface of the heuristics.  Subclasses are frozen dataclasses whose fields are options.
 
     Attributes:
-        name: under which it is registered; the paper's, where it has one.
-        formula: for people.
-        source: where it comes from.
+        name: the name under which it is registered; the paper's name, if there is one.
+        formula: the formula of the score, for people.
+        source: where the heuristic comes from.
         neighborhood: which evicted neighborhood `Pool.neighborhood_cost_ns` holds.
     """
 
@@ -127,12 +128,12 @@ class Heuristic(ABC):
 
     @abstractmethod
     def scores(self, pool: Pool) -> Array:
-        """One score a storage of the pool; the least is evicted first."""
+        """One score for each storage of the pool; the storage with the lowest is evicted first."""
 
 
 @dataclass(frozen=True)
 class HDTR(Heuristic):
-    """The paper's own: recompute cost per byte and staleness, with the exact e*."""
+    """The paper's own heuristic: recompute cost per byte and staleness, with the exact e*."""
 
     name = "h_dtr"
     formula = "(c0 + Σ_{e*} c0) / (m · staleness)"
@@ -145,7 +146,7 @@ class HDTR(Heuristic):
 
 @dataclass(frozen=True)
 class HDTREq(Heuristic):
-    """The paper's prototype: e* approximated by union-find."""
+    """The heuristic of the paper's prototype: e* is approximated by union-find."""
 
     name = "h_dtr_eq"
     formula = "(c0 + Σ_{ẽ*} c0) / (m · staleness)"
@@ -158,7 +159,7 @@ class HDTREq(Heuristic):
 
 @dataclass(frozen=True)
 class HDTRLocal(Heuristic):
-    """Without any neighborhood."""
+    """`h_dtr` without any neighborhood."""
 
     name = "h_dtr_local"
     formula = "c0 / (m · staleness)"
@@ -170,7 +171,7 @@ class HDTRLocal(Heuristic):
 
 @dataclass(frozen=True)
 class HLRU(Heuristic):
-    """Least recently used."""
+    """The least recently used storage first."""
 
     name = "h_lru"
     formula = "1 / staleness"
@@ -182,7 +183,7 @@ class HLRU(Heuristic):
 
 @dataclass(frozen=True)
 class HSize(Heuristic):
-    """The largest first."""
+    """The largest storage first."""
 
     name = "h_size"
     formula = "1 / m"

@@ -9,12 +9,13 @@ What is done differently, because the whole program is known:
 
 * a storage that nothing needs again is freed at once; "needs" includes the storages that were
   evicted and are computed from it, so the next use of a storage is known exactly;
-* rematerialization is a loop with its own stack (chains of any length), pins only the operator
-  that is about to run, and may drop what the operators below it on the stack wait for;
+* rematerialization is a loop with its own stack (for chains of any length), pins only the inputs of
+  the operator that is about to run, and may drop what the operators below it on the stack wait for;
 * an operator that may run only once is a hard constraint.  A storage is *locked* while it could
   not be computed again; a locked storage that is freed is *banished* (the paper's word for freed
-  for good), which locks what is computed from it.  It is freed only when nothing needs it, not
-  even through evicted storages, so every evicted storage can always be computed again.
+  for good), which locks what is computed from it.  A locked storage is freed only when nothing
+  needs it, not even through evicted storages, so every evicted storage can always be computed
+  again.
 
 With a host link an eviction may be a copy to the host instead, where that is expected to cost less
 (`link_forecast`).  A storage that is on the host is *away*, not absent: it needs nothing to come
@@ -55,7 +56,7 @@ class Deallocation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SimulatorOptions:
-    """How to run; the defaults plan best.
+    """How the simulator runs; the defaults give the best plans.
 
     Attributes:
         heuristic: what to evict first.
@@ -63,13 +64,14 @@ class SimulatorOptions:
         ignore_small: pass over storages below 1 % of the average size, while there are others
             (section 4.2 of the paper).
         sample: score only a random √n of the pool (section 4.2).
-        batch: take as many storages as one sort of the scores says, without scoring again.
-        hold_sources: keep storages that could not be computed again beyond their last use while
-            more bytes than theirs are computed from them (seeds, saved random states).
+        batch: evict storages in the order of one sort of the scores, without scoring again, until
+            there is room.
+        hold_sources: keep storages that could not be computed again (seeds, saved random states)
+            beyond their last use, as long as more bytes than theirs are computed from them.
         cost_limit: give up at this multiple of the baseline's cost and of its operator count.
         walk_limit: see `neighborhoods.make_tracker`.
         seed: of ``sample``.
-        host_link: the way to the host; None: storages are computed again, never moved.
+        host_link: the host link; None means that storages are computed again, never moved.
         link_price: see `link_forecast.LinkForecast`.
     """
 
@@ -92,8 +94,8 @@ class Simulation:
 
     Attributes:
         steps: the plan's steps.
-        during_bytes, after_bytes: the simulator's own account, one entry a step.
-        cost_ns: of all operators that ran, and of the waits for copies.
+        during_bytes, after_bytes: the simulator's own account, one entry for each step.
+        cost_ns: cost of all operators that ran, and of the waits for copies.
     """
 
     steps: tuple[Step, ...]
@@ -108,13 +110,13 @@ def simulate(
     """Run the program under the budget.
 
     Raises:
-        InfeasibleBudgetError: without a minimum, if this run finds no way.
+        InfeasibleBudgetError: if this run finds no plan; the error states no minimum.
     """
     return Simulator(index, budget_bytes, options or SimulatorOptions()).run()
 
 
 class Simulator:
-    """One run; `steps` is what it has recorded, also after it has given up."""
+    """One run; `steps` is what it has recorded, even after it has given up."""
 
     def __init__(self, index: ProgramIndex, budget_bytes: int, options: SimulatorOptions) -> None:
         self.index = index
@@ -250,7 +252,7 @@ class Simulator:
         self.after_bytes.append(self.live_bytes)
 
     def end_frees(self) -> None:
-        """What the last operator did not write over is there beside its result."""
+        """Count what the last operator did not write over: it is there beside the result."""
         if self.steps:
             self.during_bytes[-1] = max(self.during_bytes[-1], self.after_bytes[-1])
 
@@ -400,7 +402,7 @@ class Simulator:
         self.refresh_evictable(s)
 
     def relax(self, s: int) -> None:
-        """Find the next use of ``s`` anew, and of whatever evicted storages pass it on to."""
+        """Find the next use of ``s`` anew, and of all that evicted storages pass it on to."""
         stack = [s]
         while stack:
             r = stack.pop()
@@ -441,7 +443,7 @@ class Simulator:
         )
 
     def drop(self, s: int) -> None:
-        """Take ``s`` out of memory, without a word on whether it can come back."""
+        """Take ``s`` out of memory, without recording whether it can come back."""
         self.resident[s] = False
         self.evictable[s] = False
         before_bytes = self.live_bytes
@@ -461,21 +463,21 @@ class Simulator:
             self.become_absent(s)
 
     def copying_is_cheaper(self, s: int, forecast: LinkForecast) -> bool:
-        """Than computing ``s`` again, which may be impossible."""
+        """Whether copying ``s`` is cheaper than computing it again, which may be impossible."""
         if self.locks[s]:
             return True
         copy_ns = forecast.cost_ns(np.array([s]))[0]
         return bool(copy_ns <= self.state.cost_ns[s] + self.state.neighborhood_ns[s])
 
     def is_on_host(self, s: int) -> bool:
-        """Whether all that is defined of ``s`` could come back by a copy."""
+        """Whether all tensors of ``s`` that are defined could come back by a copy."""
         here = self.on_host.get(s)
         return here is not None and all(
             t in here or not self.defined[t] for t in self.index.tensors_of[s]
         )
 
     def send_away(self, s: int, forecast: LinkForecast) -> None:
-        """Evict ``s`` to the host; no copy is needed where one is there from before."""
+        """Evict ``s`` to the host; no copy is needed if an earlier one is there."""
         assert self.clock is not None
         if not self.is_on_host(s):
             self.record(Offload(s), self.live_bytes)
@@ -507,9 +509,9 @@ class Simulator:
                         stack.append(p)
 
     def banish(self, s: int) -> None:
-        """``s``, which nothing needs and which is free, can never be computed again.
+        """Record that ``s``, which nothing needs and which is freed, can never be computed again.
 
-        Nor can what is absent and computed from it (appendix C.3 of the paper).
+        Neither can absent storages that are computed from it (appendix C.3 of the paper).
         """
         stack = [s]
         while stack:
@@ -552,7 +554,8 @@ class Simulator:
     def serves_more_than_itself(self, s: int) -> bool:
         """Whether the needed storages that can only be computed from ``s`` outweigh it.
 
-        What is computed from a needed storage has that to come back from.
+        What is computed from a needed storage does not count, because it can be computed again
+        from that storage.
         """
         index = self.index
         total, limit = 0, index.size_bytes[s]

@@ -1,8 +1,8 @@
 """The plan: an immutable list of steps, printable and parseable.
 
 Every planner returns one; `replay.replay` alone says what it costs and how much memory it needs.
-The text form is one step a line, so that a bug report is a file and two plans can be compared with
-``diff``::
+The text form has one step on each line, so that a file is enough for a bug report and two plans can
+be compared with ``diff``::
 
     dtrcompile-plan 1
     program 0123456789abcdef
@@ -14,10 +14,10 @@ The text form is one step a line, so that a bug report is a file and two plans c
 
 A storage can also be moved to the host and back (`host_link.HostLink`): ``offload 3`` starts a
 copy to the host, ``free 3`` waits for it, ``prefetch 3`` starts the copy back.  Planners write such
-steps only if they are told of a link, and nothing emits them yet (`refuse_copies`).
+steps only if they are given a link, and nothing emits them yet (`refuse_copies`).
 
-`Step` is a closed union: what does something else for each kind of step ends in `unknown_step`, so
-that the type checker names every such place when a kind is added.
+`Step` is a closed union: code that does something else for each kind of step ends in
+`unknown_step`, so that the type checker names every such place when a kind is added.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def unknown_step(step: NoReturn) -> UnsupportedPlanError:
     """What to raise at the end of a match over the kinds of steps.
 
     The type checker accepts the call only where no kind is left, as it does `typing.assert_never`,
-    which Python 3.10 has not.
+    which Python 3.10 does not have.
     """
     return UnsupportedPlanError(f"{step!r} is no step that is known here")
 
@@ -99,8 +99,8 @@ class Plan:
 
     Attributes:
         steps: what to do.
-        program: fingerprint of the program that it is a plan of.
-        planner: name of what made it.
+        program: fingerprint of the program that the plan is for.
+        planner: name of the planner that made it.
     """
 
     steps: tuple[Step, ...]
@@ -158,10 +158,10 @@ class Plan:
 
 
 def refuse_copies(plan: Plan, what: str) -> tuple[DeviceStep, ...]:
-    """The steps of a plan, for what does not know those that move storages to the host.
+    """The steps of a plan, for code that cannot handle steps that move storages to the host.
 
     Raises:
-        UnsupportedPlanError: naming the first such step.
+        UnsupportedPlanError: if the plan has such a step; names the first one.
     """
     steps: list[DeviceStep] = []
     for index, step in enumerate(plan.steps):

@@ -16,7 +16,7 @@ Memory rules, which `replay.replay` enforces:
 * once an operator has overwritten a constant (`Operator.overwrites`), nothing reads it any more;
 * no operator crosses a barrier (`Operator.is_barrier`) when it runs for the first time;
 * what is *handed on* (`Storage.is_handed_on`) may be freed in backward: forward outputs that nobody
-  holds any more when it begins, tangents that nobody else holds.
+  holds any more when backward begins, and tangents that nobody else holds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Phase(enum.Enum):
 
 
 class StorageKind(enum.Enum):
-    """What a storage is to the user; decides residency and its line in the report."""
+    """What a storage is to the user; this decides its residency and its line in the report."""
 
     PARAMETER = "parameter"
     INPUT = "input"
@@ -53,7 +53,7 @@ CONSTANT_KINDS = frozenset({StorageKind.PARAMETER, StorageKind.INPUT, StorageKin
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What owns bytes.
+    """An allocation, which owns bytes.
 
     Attributes:
         id: index into `Program.storages`.
@@ -96,11 +96,12 @@ class Operator:
         id: index into `Program.operators`; the baseline runs them in this order.
         inputs, outputs: tensor ids.
         cost_ns: time of one run, at least 0.
-        workspace_bytes: held only while it runs, beside inputs and outputs; negative, but no more
-            than the outputs are, where these are written over inputs that nothing reads later.
+        workspace_bytes: held only while it runs, beside inputs and outputs; negative, by at most
+            the size of the outputs, if these are written over inputs that nothing reads later.
         not_recomputable: why it may run only once, or None if it may run again.
-        overwrites: ids of the constant storages of which no other operator may read the value that
-            the program was given, once this one has run (a parameter that is updated).
+        overwrites: ids of the constant storages that this operator overwrites (a parameter that is
+            updated): once it has run, no other operator may read the value that the program was
+            given.
         is_barrier: whether all operators before it in the program run for the first time before it
             does, and all after it afterwards (it stands for what other programs do meanwhile).
     """

@@ -1,19 +1,20 @@
 """The referee: runs a plan step by step and is the only definition of its peak.
 
-Deliberately naive: it keeps sets of what is resident and defined, applies one step at a time, and
-checks every rule.  Faster code elsewhere is compared with it.
+It is deliberately naive: it keeps sets of what is resident and defined, applies one step at a time,
+and checks every rule.  Faster code elsewhere is compared with it.
 
 Memory at a step (the two-step accounting of XLA's HloRematerialization): a `plan.Compute` holds
 everything resident, its new outputs and its workspace together; a `plan.Free` then takes its
-storage away.  A `plan.Prefetch` allocates its storage at once, a `plan.Offload` changes nothing.
-A negative workspace says that outputs are written over inputs: what the frees that follow take away
-is then not counted beside the outputs; what they leave is.
+storage away.  A `plan.Prefetch` allocates its storage at once, and a `plan.Offload` changes
+nothing.  A negative workspace says that outputs are written over inputs: inputs that the frees
+right after the operator take away are then not counted beside the outputs; inputs that stay are.
 When an operator with several outputs runs again while some of them are resident,
 the duplicates are held for that step and dropped at its end.
 
-Time, which matters to plans that copy to the host only (`host_link.LinkClock` adds it up): compute
-waits at an operator for the copies that it reads; at a free for the copies of that storage; at the
-boundary and at the end for the outputs that must be there.  The waits are part of a plan's cost.
+Time matters only to plans that copy to the host (`host_link.LinkClock` adds it up): compute waits
+at an operator for the copies that the operator reads, at a free for the copies of that storage, and
+at the boundary and at the end for the outputs that must be there.  The waits are part of a plan's
+cost.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class MemoryTimeline:
     """Bytes held at each step of a plan.
 
     Attributes:
-        during_bytes: while the step runs, one entry a step.
-        after_bytes: when it is done, one entry a step.
+        during_bytes: while the step runs, one entry for each step.
+        after_bytes: when the step is done, one entry for each step.
         start_bytes: before the first step (the constants).
-        peak_step: index of the first step at which the peak stands, -1 if it is the start.
+        peak_step: index of the first step at which the peak occurs, -1 if it occurs at the start.
         peak_resident: storages held at the peak, new outputs included, ascending.
     """
 
@@ -68,17 +69,17 @@ class PlanStats:
 
     Attributes:
         peak_bytes: the referee's peak.
-        cost_ns: all computations, and the waits for copies.
-        baseline_cost_ns: each operator once.
-        recomputed: operator id -> number of extra runs, only where there is one.
+        cost_ns: cost of all computations, and of the waits for copies.
+        baseline_cost_ns: cost of running each operator once.
+        recomputed: operator id -> number of extra runs, only for operators that have any.
         forward_peak_bytes, backward_peak_bytes: of each phase; 0 for a missing backward.
         boundary_bytes: everything resident when forward has returned, before the tangents come.
         saved_bytes: intermediates resident at the boundary.
-        peak_operator: name of the operator at the peak, "" where it is not an operator.
+        peak_operator: name of the operator at the peak, "" if the peak is not at an operator.
         peak_split: bytes at the peak by `StorageKind` value, plus "saved" (intermediates that were
-            resident at the boundary and are at a backward peak) and "workspace".
+            resident at the boundary and still are at a peak in backward) and "workspace".
         stall_ns: how long compute waits for copies.
-        offloaded_bytes: copied to the host, in all.
+        offloaded_bytes: bytes that are copied to the host, in all.
     """
 
     peak_bytes: int
@@ -96,12 +97,12 @@ class PlanStats:
 
     @property
     def overhead(self) -> float:
-        """Planned cost / baseline cost; 1.0: nothing is computed twice or waited for."""
+        """Planned cost / baseline cost; 1.0 means that nothing is computed twice or waited for."""
         return self.cost_ns / self.baseline_cost_ns if self.baseline_cost_ns else 1.0
 
     @property
     def recomputed_operators(self) -> int:
-        """Extra computations in all."""
+        """The number of extra runs of all operators together."""
         return sum(self.recomputed.values())
 
 
@@ -111,7 +112,7 @@ def replay(
     """Run ``plan`` and return what it holds and costs.
 
     Args:
-        link: what a plan that copies to the host was made for.
+        link: the host link that a plan that copies to the host was made for.
 
     Raises:
         PlanError: if a rule is broken; the message prints the neighbouring steps.
