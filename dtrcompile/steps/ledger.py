@@ -678,9 +678,9 @@ class Ledger:
         planned = waiting.planned
         if planned is None:
             return
-        if planned.assignment.is_refused or any(_is_refused(c.graph) for c in self.calls):
+        if any(map(_is_refused, (graph, *(c.graph for c in self.calls)))):
             with self.lock:
-                self.refuse_step(graph, waiting)
+                self.plan_refused_step(graph, waiting)
         if not self.is_recording:
             with self.lock:
                 self.check_handed_on(graph, waiting, planned)
@@ -700,7 +700,7 @@ class Ledger:
                 self.abandon_step()
                 raise
 
-    def refuse_step(self, graph: SharedGraph, waiting: Waiting) -> None:
+    def plan_refused_step(self, graph: SharedGraph, waiting: Waiting) -> None:
         """The first backward of a step begins, one of whose graphs does not fit by itself.
 
         All graphs are known now, so they are planned together.
