@@ -85,8 +85,8 @@ class Watch:
     Attributes:
         device: the device whose memory is watched.
         observed_bytes: the most that was live at one moment, whoever held it.
-        promised_bytes: what the graphs that ran promise to hold at most, all of a step together;
-            None if none ran.
+        promised_bytes: what the graphs that ran promise that the step holds at most; None if none
+            ran.
         outside: what was live at that moment and is in no promise, largest first.
         was_compiling: whether graphs were compiled while the step was watched.  Compiling runs
             library calls of its own: watch a later step.

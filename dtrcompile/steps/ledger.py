@@ -250,10 +250,10 @@ class Ledger:
             raise refusal
 
     def may_run_forward(self, graph: SharedGraph, refusal: InfeasibleBudgetError) -> bool:
-        """Compile a new graph that no plan of holds the budget, if its forward alone does.
+        """Compile a new graph, whose plans all exceed the budget, to run its forward alone.
 
-        Its step is refused when its first backward begins: by then all graphs are known, and with
-        them the budget that the step needs.
+        Returns whether the forward is within the budget.  The step is then refused when its first
+        backward begins: by then all graphs are known, and with them the budget that the step needs.
 
         Args:
             refusal: of the graph, whose minimum is one of this graph alone.

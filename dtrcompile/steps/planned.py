@@ -90,7 +90,7 @@ class Assignment:
             return Limits(None, self.others, is_unlimited=True)
         more_follow = self.more_follow and measured.backward_peak_bytes > 0  # else it saves nothing
         if self.is_refused:
-            return Limits(None, more_follow=more_follow)
+            return Limits(None, self.others, more_follow)
         if self.is_share_of_unknown:
             # A share of the step is no less than that of this graph, and it has to fit by itself.
             if budget_bytes is not None:

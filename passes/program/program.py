@@ -174,7 +174,7 @@ class Program:
 
     @cached_property
     def handed_on(self) -> frozenset[int]:
-        """Storages that are given up, so that they are freed at their last use in backward."""
+        """Storages that the caller gives up: they are freed at their last use in backward."""
         return frozenset(s.id for s in self.storages if s.is_handed_on)
 
     @cached_property
