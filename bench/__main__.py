@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import NoReturn
 
 # What most of the benchmarks import; nothing in it starts a thread.
-_SHARED = ("bench.measure", "workloads.models", "dtrcompile.backend", "torch._inductor.compile_fx")
+_SHARED = (
+    "bench.measure",
+    "workloads.kernels",
+    "workloads.models",
+    "dtrcompile.backend",
+    "torch._inductor.compile_fx",
+)
 
 
 def benchmarks() -> list[str]:
@@ -49,8 +55,11 @@ def _run(name: str, output: Path) -> NoReturn:
         with output.open("wb") as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
+        from workloads.kernels import compiled_lightly
+
         sys.argv = [name, "--quick"]
-        runpy.run_module(f"bench.{name}", run_name="__main__")
+        with compiled_lightly():
+            runpy.run_module(f"bench.{name}", run_name="__main__")
         status = 0
     except SystemExit as ended:
         status = ended.code or 0

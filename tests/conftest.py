@@ -98,15 +98,14 @@ def fresh_state() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def compiled_lightly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Kernels of a graph in one run of the compiler, unless they are to be what users get."""
-    is_light = os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") == "0"  # `make test`, not `test-all`
-    if not is_light or request.node.get_closest_marker("inductor") is None:
+def kernels_compiled_lightly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What Inductor compiles, in little time; `make test-all` compiles what users get."""
+    if request.node.get_closest_marker("inductor") is None:
         yield
         return
-    from tests.kernels import compiled_together
+    from workloads.kernels import compiled_lightly
 
-    with compiled_together():
+    with compiled_lightly():
         yield
 
 

@@ -8,12 +8,16 @@ compiles those that are new as one source with one entry point:
 
 The kernels' own text is what Inductor wrote.  A graph whose kernels do not go together, because two
 of them define the same helper for example, is compiled kernel by kernel, as Inductor does it.
+
+`make test` and `make bench-quick` compile so, where kernels have no vector instructions either;
+`make test-all` and the benchmarks themselves run what users run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +44,12 @@ class _Source:
 
 
 _compiled: dict[_Source, Kernel] = {}
+
+
+def compiled_lightly() -> contextlib.AbstractContextManager[None]:
+    """`compiled_together` where the Makefile asks for kernels that are compiled in little time."""
+    is_light = os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") == "0"
+    return compiled_together() if is_light else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
