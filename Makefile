@@ -11,7 +11,7 @@ DEMO ?=
 GPU ?=
 
 # What is compiled only to see that it is right: kernels without vector instructions, which take half
-# as long to compile and change no schedule, on one thread, kept where the next command finds them.
+# as long to compile and change no schedule, on one thread, kept where the next run finds them.
 LIGHT = OMP_NUM_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=0 TORCHINDUCTOR_CACHE_DIR="$(CURDIR)/.cache/inductor"
 
 .PHONY: help demo demo-quick test test-all lint format docs bench-quick gpu build smoke-test clean

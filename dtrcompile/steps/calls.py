@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 import torch
@@ -180,6 +180,18 @@ class Call(Generic[GraphT]):
         self.holders = holders
         if loss is not None:
             self.loss = loss.without(self.gone_bytes(set()))
+
+    def expected(self, taken: set[int]) -> Call[GraphT]:
+        """This call as its backward is expected to find it: nobody holds gradients, and the caller
+        holds what it returned, is still there, and is not among ``taken``, unless it was seen."""
+        live_outputs = self.live_outputs
+        if live_outputs is None:
+            live_outputs = frozenset(
+                i
+                for i, s in enumerate(self.storages)
+                if s is not None and not s.expired() and s.cdata not in taken
+            )
+        return replace(self, live_outputs=live_outputs, held_tangent_bytes=0, is_unused=None)
 
     @property
     def handed_on(self) -> HandedOn:

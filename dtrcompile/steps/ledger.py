@@ -488,16 +488,30 @@ class Ledger:
     def compile_step(self, form: _KnownForm) -> None:
         """Plan and compile the graphs of a step for what was seen of it; refuse them if it does
         not fit."""
-        step = self.step_of(form)
+        # A refusal is not raised here: the caller may belong to another model.
+        self.compile_or_refuse(self.step_of(form), form.calls)
+
+    def compile_or_refuse(
+        self, step: TrainingStep, calls: Sequence[GraphCall]
+    ) -> InfeasibleBudgetError | None:
+        """Plan and compile the graphs of a step together.
+
+        Args:
+            calls: those whose graphs are refused if the step does not fit.
+
+        Returns:
+            The refusal, which every later call of these graphs raises; None if the step fits.
+        """
         try:
             step.compile()
         except InfeasibleBudgetError as refusal:
             if step.loss_bytes:
                 advice = _LOSS_OUTSIDE.format(format_bytes(step.loss_bytes))
                 refusal = refusal.with_advice(f"{refusal.advice} {advice}".strip())
-            # Not raised here: the caller may belong to another model.
-            for call in form.calls:
+            for call in calls:
                 call.graph.refuse(refusal)
+            return refusal
+        return None
 
     def forget_steps(self) -> None:
         """Drop what is known of steps: all graphs are compiled anew."""
@@ -678,7 +692,8 @@ class Ledger:
         planned = waiting.planned
         if planned is None:
             return
-        if any(map(_is_refused, (graph, *(c.graph for c in self.calls)))):
+        of_step = (graph, *(call.graph for call in self.calls))
+        if any(g.assignment.is_refused for g in of_step):
             with self.lock:
                 self.plan_refused_step(graph, waiting)
         if not self.is_recording:
@@ -710,29 +725,12 @@ class Ledger:
         """
         calls = self.calls or [c for c in (waiting.call,) if c is not None]
         taken = {identity for call in calls for identity in call.inputs}
-        # What no graph takes, and is still there, is taken to be the caller's; nobody is expected
-        # to hold gradients.
-        expected = [
-            replace(
-                call,
-                live_outputs=frozenset(
-                    i
-                    for i, s in enumerate(call.storages)
-                    if s is not None and not s.expired() and s.cdata not in taken
-                ),
-                held_tangent_bytes=0,
-                is_unused=None,
-            )
-            for call in calls
-        ]
+        expected = [call.expected(taken) for call in calls]
         step = TrainingStep([expected], self.options, graph.assignment.beside, self.related_calls())
-        try:
-            step.compile()
-        except InfeasibleBudgetError as refusal:
-            for call in calls:
-                call.graph.refuse(refusal)
+        refusal = self.compile_or_refuse(step, calls)
+        if refusal is not None:
             self.abandon_step()
-            raise
+            raise refusal
 
     def check_handed_on(self, graph: SharedGraph, waiting: Waiting, planned: Planned) -> None:
         """Make room if the caller still holds outputs or tangents that the plan takes to be gone.
@@ -856,11 +854,6 @@ class Ledger:
 
 def _minimum_of(refusal: InfeasibleBudgetError) -> int:
     return refusal.minimum_bytes or 0
-
-
-def _is_refused(graph: SharedGraph) -> bool:
-    """Whether a graph was compiled for its forward alone."""
-    return graph.planned is not None and graph.planned.assignment.is_refused
 
 
 def unforeseen_bytes(waiting: Waiting, planned: Planned) -> int:
