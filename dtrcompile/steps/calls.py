@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
@@ -20,6 +20,7 @@ from dtrcompile.outside.loss import LossBytes, OutsideLoss
 from dtrcompile.passes.device.allocators import EXACT, Allocator
 from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.graphs.storage_sizes import viewed_storages
+from dtrcompile.passes.nodes import extent_bytes
 from dtrcompile.passes.torch_private import FakeTensor, storage_use_count, weak_storage_bytes
 from dtrcompile.steps.autograd_nodes import PYTHONS_HOLD, are_unheld, saved_tensors, waits
 from dtrcompile.steps.planned import Planned
@@ -42,6 +43,7 @@ class Call(Generic[GraphT]):
 
     Attributes:
         inputs, outputs: bytes of storages by identity.
+        views: of the storages of its inputs, the bytes that it was given, from the storage's first.
         parameters: inputs that gradients are accumulated for; bytes of these.
         before: calls of each graph that held what they saved.
         node: autograd's, of a call that awaits its backward.
@@ -66,6 +68,7 @@ class Call(Generic[GraphT]):
     outputs: dict[int, int]
     before: Counter[int]
     awaits_backward: bool
+    views: dict[int, set[range]] = field(default_factory=dict)
     node: weakref.ref[Any] | None = None
     given: dict[int, StorageWeakRef] = field(default_factory=dict)
     storages: Sequence[StorageWeakRef | None] = ()
@@ -75,7 +78,7 @@ class Call(Generic[GraphT]):
     holders: tuple[int, ...] = ()
     held_tangent_bytes: int | None = None
     is_unused: bool | None = None
-    outliving: dict[int, int] = field(default_factory=dict)
+    outliving: frozenset[int] = frozenset()
     emptied_in_forward: frozenset[int] | None = None
     emptied_in_backward: frozenset[int] | None = None
 
@@ -111,6 +114,9 @@ class Call(Generic[GraphT]):
         reference = weakref.ref(node) if is_training else None
         storages = [_storage_of(r) if is_counted(r) else None for r in results]
         given = {reference.cdata: reference for a in tensors for reference in [_storage_of(a)]}
+        views: dict[int, set[range]] = {}
+        for tensor in tensors:
+            views.setdefault(storage_identity(tensor.untyped_storage()), set()).add(_view(tensor))
         return Call(
             graph,
             inputs,
@@ -118,6 +124,7 @@ class Call(Generic[GraphT]):
             outputs,
             before,
             is_training,
+            views,
             reference,
             given,
             storages,
@@ -126,9 +133,7 @@ class Call(Generic[GraphT]):
 
     def see_next_step(self) -> None:
         """Another step begins: note which inputs still exist."""
-        self.outliving = {
-            identity: size for identity, size in self.inputs.items() if weak_storage_bytes(identity)
-        }
+        self.outliving = frozenset(filter(weak_storage_bytes, self.inputs))
 
     @property
     def has_live_results(self) -> bool:
@@ -225,6 +230,39 @@ def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def _view(tensor: torch.Tensor) -> range:
+    """The bytes of its storage that a tensor has, its gaps included."""
+    start = tensor.storage_offset() * tensor.element_size()
+    return range(start, min(start + extent_bytes(tensor), tensor.untyped_storage().nbytes()))
+
+
+def input_bytes(calls: Iterable[tuple[Call[Any], Container[int]]]) -> dict[int, int]:
+    """Identity -> bytes of the inputs of several calls.
+
+    Several calls may be given views of one storage: the slices of a batch, or of a sequence.  What
+    they view counts, each byte once.
+
+    Args:
+        calls: each with the identities of the inputs that count.
+    """
+    sizes: dict[int, int] = {}
+    views: dict[int, set[range]] = {}
+    for call, counted in calls:
+        for identity, size_bytes in call.inputs.items():
+            if identity in counted:
+                sizes[identity] = size_bytes
+                views[identity] = views.get(identity, set()) | call.views.get(identity, set())
+    return {identity: max(size, _union_bytes(views[identity])) for identity, size in sizes.items()}
+
+
+def _union_bytes(views: Iterable[range]) -> int:
+    union_bytes = covered = 0
+    for view in sorted(views, key=lambda v: v.start):
+        union_bytes += max(0, view.stop - max(view.start, covered))
+        covered = max(covered, view.stop)
+    return union_bytes
+
+
 def _storages(values: Sequence[Any], allocator: Allocator) -> dict[int, int]:
     """Storages of tensors -> bytes; no tensor is held."""
     storages = (v.untyped_storage() for v in values if is_counted(v))
@@ -268,11 +306,7 @@ def external_bytes(
         emptied: inputs that hold nothing at the moment that is asked for; of all moments that the
             calls saw, the one with the most bytes if it is None.
     """
-    inputs: dict[int, int] = {}
-    for call in others:
-        inputs.update(call.outliving)
-    for call in calls:
-        inputs.update(call.inputs)
+    inputs = input_bytes([*((c, c.outliving) for c in others), *((c, c.inputs) for c in calls)])
     for call in calls:
         for identity in call.outputs:
             inputs.pop(identity, None)

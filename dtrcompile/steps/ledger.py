@@ -48,7 +48,7 @@ from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, H
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.report import compilations
 from dtrcompile.steps.autograd_nodes import are_unheld, waits
-from dtrcompile.steps.calls import Call, emptied_now, external_bytes, related
+from dtrcompile.steps.calls import Call, emptied_now, external_bytes, input_bytes, related
 from dtrcompile.steps.planned import Assignment, Planned, is_small
 from dtrcompile.steps.recording import Recording
 from dtrcompile.steps.shared_graph import GraphCall, SharedGraph, planned_of
@@ -177,13 +177,11 @@ class Ledger:
 
     def own_inputs_bytes(self, graph: SharedGraph) -> int:
         """Inputs, parameters left out, of the graph's calls that wait, which no other call has."""
-        inputs = {
-            identity: size
+        inputs = input_bytes(
+            (w.call, w.call.inputs.keys() - w.call.parameters.keys())
             for w in self.waiting()
             if w.call is not None and w.call.graph is graph and waits(w.node)
-            for identity, size in w.call.inputs.items()
-            if identity not in w.call.parameters
-        }
+        )
         others = {i for c in self.calls if c.graph is not graph for i in (*c.inputs, *c.outputs)}
         return sum(size for identity, size in inputs.items() if identity not in others)
 
@@ -547,12 +545,15 @@ class Ledger:
         if any(w.planned is None for w in graph.waiting.values()):
             return  # a checkpointed region has to be computed again by the code that it ran with
         try:
-            self.save_least(graph, planned)
-        except InfeasibleBudgetError:
-            if not self.release_saved():
-                raise
-            log.info(_RELEASED)
-            self.save_least(graph, planned)
+            try:
+                self.save_least(graph, planned)
+            except InfeasibleBudgetError:
+                if not self.release_saved():
+                    raise
+                log.info(_RELEASED)
+                self.save_least(graph, planned)
+        except InfeasibleBudgetError as refusal:
+            raise self.advised(refusal, more_follow=True) from None
 
     def save_least(self, graph: SharedGraph, planned: Planned) -> None:
         """Compile a graph to save as little as possible, unless it is small.

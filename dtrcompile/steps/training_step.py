@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
@@ -28,7 +29,7 @@ from dtrcompile.passes.planning.planners import make_planner, minimum_plan
 from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.steps.calls import external_bytes
-from dtrcompile.steps.planned import Assignment, Planned
+from dtrcompile.steps.planned import Assignment, Code, Planned
 from dtrcompile.steps.shared_graph import GraphCall, SharedGraph, planned_of
 
 log = logging.getLogger("dtrcompile")
@@ -37,6 +38,8 @@ log = logging.getLogger("dtrcompile")
 # the planned ones.
 _MAX_ATTEMPTS = 4
 _SHARE_FACTOR = 0.85
+# Peaks of a step that differ by less than this part of it are the same to a search.
+_CLOSE = 0.01
 # A graph that is the whole step is planned again if this part of its peak is not there.
 _WORTHWHILE = 0.02
 
@@ -326,9 +329,7 @@ class TrainingStep:
                     peak_operator = refusal.operator
                     break
             scale *= _SHARE_FACTOR
-        for graph, code in zip(self.graphs, codes, strict=True):
-            if graph.code is not code:
-                graph.use(code)
+        self.use(codes)
         if first_bytes > budget_bytes:
             self.compile_smallest(budget_bytes)
         held = self.held()
@@ -349,11 +350,57 @@ class TrainingStep:
         return [self.planned(i).chosen for i in range(len(self.graphs))]
 
     def compile_smallest(self, enough_bytes: int = 0) -> None:
-        """Compile again what the step's peak occurs in, as long as that makes it smaller.
+        """Compile for the smallest peak of the step that is found.
 
         Args:
             enough_bytes: a peak that is small enough.
         """
+        self.compile_where_peak_occurs(enough_bytes)
+        if any(self.calls_of(i) > 1 for i in range(len(self.graphs))):
+            self.compile_together(enough_bytes)
+
+    def compile_together(self, enough_bytes: int) -> None:
+        """Compile all graphs for a smaller peak, where a graph runs several times.
+
+        Such a graph is among its own others: a plan that keeps less makes room for all of its
+        calls, though its own peak may be larger, which no search of one graph after the other sees.
+        The peaks that are tried lie between the smallest for which there are plans, by the
+        referee, and the one that there is.
+        """
+        demands = [self.demand(i) for i in range(len(self.graphs))]
+        low_bytes, peak_bytes = enough_bytes, self.peak(self.held())
+        if peak_bytes <= enough_bytes:
+            return
+        planned, budget_bytes = None, peak_bytes
+        while budget_bytes - low_bytes > _CLOSE * peak_bytes:
+            middle_bytes = (low_bytes + budget_bytes) // 2
+            found = self.shared(demands, 1.0, middle_bytes)
+            if found is None:
+                low_bytes = middle_bytes
+            else:
+                planned, budget_bytes = found, middle_bytes
+        for _ in range(_MAX_ATTEMPTS):
+            if planned is None or peak_bytes - budget_bytes <= _CLOSE * peak_bytes:
+                return
+            codes = [g.code for g in self.graphs]
+            with contextlib.suppress(InfeasibleBudgetError):
+                self.compile_all(planned, budget_bytes)
+            if self.peak(self.held()) < peak_bytes:
+                self.compile_where_peak_occurs(enough_bytes)
+                return
+            self.use(codes)
+            # What is measured is larger than what was planned.
+            budget_bytes = (budget_bytes + peak_bytes) // 2
+            planned = self.shared(demands, 1.0, budget_bytes)
+
+    def use(self, codes: Sequence[Code]) -> None:
+        """Go back to the code that the graphs had."""
+        for graph, code in zip(self.graphs, codes, strict=True):
+            if graph.code is not code:
+                graph.use(code)
+
+    def compile_where_peak_occurs(self, enough_bytes: int) -> None:
+        """Compile again what the step's peak occurs in, as long as that makes it smaller."""
         tried: set[int] = set()
         while True:
             held = self.held()
@@ -516,12 +563,16 @@ def _handed_on(calls: Sequence[GraphCall]) -> list[HandedOn]:
 
 
 def _result_bytes(calls: Sequence[GraphCall]) -> list[int]:
-    """For each planned call, what it returns that no call takes, and what its backward is given
-    that somebody holds on to, such as the gradient of the loss: the caller may keep it."""
+    """For each planned call, what it returns that no call takes, or that is held when its backward
+    begins, and what its backward is given that somebody holds on to, such as the gradient of the
+    loss: the caller may keep it."""
     taken = {identity for call in calls for identity in call.inputs}
     return [
         sum(size for identity, size in call.outputs.items() if identity not in taken)
         - call.gone_bytes(taken)
+        + call.bytes_of(
+            i for i in call.live_outputs or () if call.returned([i]) and call.returned([i]) <= taken
+        )
         + call.kept_tangent_bytes
         for call in calls
         if call.graph.planned is not None

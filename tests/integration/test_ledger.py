@@ -274,6 +274,47 @@ def test_blocks_that_are_compiled_one_by_one_stay_within_the_budget_from_the_fir
     assert relative_error(gradients_smallest, gradients) <= SAME
 
 
+def cell_step_bytes(cell: nn.Module, calls: int, budget: object, compiler: str) -> tuple[int, int]:
+    """Observed and promised, of the fourth step of a recurrent cell; the caller holds its state."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    sequence = torch.randn(calls, 256, 32)
+    compiled = compile_dtr(cell, budget, compiler=compiler)
+    loss = compile_dtr(lambda state: state.square().mean(), budget, compiler=compiler)
+
+    def step() -> None:
+        cell.zero_grad(set_to_none=True)
+        state = torch.zeros(256, 32)
+        for x in sequence:
+            state = compiled(x, state)
+        loss(state).backward()
+
+    for _ in range(3):
+        step()
+    cell.zero_grad(set_to_none=True)
+    with dtrcompile.watch() as seen:
+        step()
+    assert seen.promised_bytes is not None
+    return seen.observed_bytes, seen.promised_bytes
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_a_cell_is_promised_all_slices_of_its_sequence_and_the_state_that_is_held() -> None:
+    """Its calls are given views of one storage, of which only the last one's counted; and the last
+    state stays with the caller, though the loss takes it."""
+    observed, promised = cell_step_bytes(nn.GRUCell(32, 32), 2, "min", "inductor")
+    assert observed <= promised <= 1.02 * observed
+
+
+@pytest.mark.slow
+def test_the_smallest_step_of_a_cell_is_no_larger_than_a_step_within_a_budget() -> None:
+    """All calls have one plan: one that keeps the least may have a larger peak of its own."""
+    _, smallest = cell_step_bytes(nn.GRUCell(32, 32), 8, "min", "eager")
+    _, within = cell_step_bytes(nn.GRUCell(32, 32), 8, int(1.05 * smallest), "eager")
+    assert smallest <= within
+
+
 @pytest.mark.slow
 def test_a_graph_that_another_follows_can_be_made_smaller_than_its_own_peak() -> None:
     """It was once taken for granted that what follows is as large as its default split."""

@@ -47,3 +47,19 @@ def test_an_emptied_input_counts_only_while_it_holds_its_bytes() -> None:
         weights[k].untyped_storage().resize_(0)
     assert external_bytes(calls) == 2 * 256 + 32
     assert external_bytes([c for c in calls if c is not calls[1]]) == 2 * 256 + 32
+
+
+def test_slices_of_one_storage_count_each_byte_once() -> None:
+    """A recurrent cell is called with the steps of a sequence, which are views of one storage."""
+    steps = torch.empty(4, 16, 8)
+    whole_bytes = steps.untyped_storage().nbytes()
+    calls = [_call_with(step) for step in steps]
+    assert external_bytes(calls[:1]) == whole_bytes // 4
+    assert external_bytes(calls) == whole_bytes
+    assert external_bytes([*calls, *calls]) == whole_bytes
+    # Rows 0 to 8 and 4 to 12 of 16.
+    overlapping = [_call_with(steps[0, :8]), _call_with(steps[0, 4:12])]
+    assert external_bytes(overlapping) == 12 * 8 * 4
+    for call in calls:
+        call.see_next_step()
+    assert external_bytes([_call_with(torch.empty(1))], calls) == whole_bytes + 4
