@@ -145,6 +145,11 @@ from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
 from torch._inductor.utils import BoxedBool, count_tangents, fresh_cache
 from torch._inductor.virtualized import V
 
+# --- C++ kernels ----------------------------------------------------------------------------------
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.exc import CppCompileError
+
 # --- what is kept on disk -------------------------------------------------------------------------
 from torch._inductor.codecache import torch_key, write_atomic
 from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -153,6 +153,7 @@ def compile_inductor(
             functorch_config.patch(enable_autograd_cache=is_asked),
             _asking_for(kept.key if kept is not None and is_asked else None),
             noting_code() as sources,
+            applied(Purpose.EVERY_COMPILATION),  # the cache loads code, which compiles kernels
         ):
             function = compile_fx(
                 gm,

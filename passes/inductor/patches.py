@@ -29,6 +29,7 @@ import torch
 
 from dtrcompile.passes.inductor.bug_fixes import recompute_and_rename
 from dtrcompile.passes.inductor.dry_run import codegen_names_only, stop_before_compiling
+from dtrcompile.passes.inductor.kernels_together import collect, compile_collected
 from dtrcompile.passes.inductor.layouts import images_channels_last, prefers_channels_last
 from dtrcompile.passes.inductor.plan_order import (
     SameGroupOnly,
@@ -40,6 +41,7 @@ from dtrcompile.passes.inductor.plan_order import (
 from dtrcompile.passes.inductor.strides import stride
 from dtrcompile.passes.torch_private import (
     AllocateLine,
+    AsyncCompile,
     CppScheduling,
     GraphLowering,
     InductorChoices,
@@ -53,8 +55,9 @@ from dtrcompile.passes.torch_private import (
 class Purpose(enum.Enum):
     """When a function is replaced.
 
-    EVERY_COMPILATION: while any graph of ours is lowered or compiled.  DRY_RUN: while a graph is
-    lowered only to read its wrapper.  PLAN: while a plan's graph is lowered or compiled.
+    EVERY_COMPILATION: while any graph of ours is lowered or compiled, or its code loaded.  DRY_RUN:
+    while a graph is lowered only to read its wrapper.  PLAN: while a plan's graph is lowered or
+    compiled.
     """
 
     EVERY_COMPILATION = enum.auto()
@@ -99,6 +102,7 @@ class Patch:
         return getattr(inner, "_dtr_original", found)
 
 
+_KERNELS_UNTIL = "Inductor compiles the kernels of a wrapper in one run of the compiler"
 _PLAN_UNTIL = "Inductor takes an order of its kernels from outside (a schedule as an input)"
 
 PATCHES: tuple[Patch, ...] = (
@@ -131,6 +135,36 @@ PATCHES: tuple[Patch, ...] = (
             "2.13": "c4232f5f736a",
             "2.14": "c4232f5f736a",
             "2.15": "c4232f5f736a",
+        },
+    ),
+    Patch(
+        AsyncCompile,
+        "cpp_pybinding",
+        collect,
+        Purpose.EVERY_COMPILATION,
+        "each C++ kernel would be compiled by itself, a second of headers and linking each",
+        _KERNELS_UNTIL,
+        {
+            "2.11": "adfc5d58fbfc",
+            "2.12": "adfc5d58fbfc",
+            "2.13": "adfc5d58fbfc",
+            "2.14": "adfc5d58fbfc",
+            "2.15": "adfc5d58fbfc",
+        },
+    ),
+    Patch(
+        AsyncCompile,
+        "wait",
+        compile_collected,
+        Purpose.EVERY_COMPILATION,
+        "what was collected is compiled before the wrapper's module runs",
+        _KERNELS_UNTIL,
+        {
+            "2.11": "ff438904c663",
+            "2.12": "6c00a87786a8",
+            "2.13": "6c00a87786a8",
+            "2.14": "6c00a87786a8",
+            "2.15": "6c00a87786a8",
         },
     ),
     Patch(
