@@ -54,10 +54,13 @@ class KeptCode:
     Attributes:
         key: covers all that the code and what is known of it depend on.
         entry: what an earlier process wrote; None where none did.
+        lines: covers the lines of the user's program that the graph comes from, which the key
+            leaves out.
     """
 
     key: str
     entry: Mapping[str, Any] | None
+    lines: str = ""
 
     @staticmethod
     def of(
@@ -95,7 +98,7 @@ class KeptCode:
                 step_peak,
                 may_estimate,
             )
-        return None if key is None else KeptCode(key, disk_cache.read(key))
+        return None if key is None else KeptCode(key, disk_cache.read(key), _lines(gm))
 
     @property
     def is_useless(self) -> bool:
@@ -109,8 +112,14 @@ class KeptCode:
 
     @property
     def refusal(self) -> InfeasibleBudgetError | None:
-        """That an earlier process found no plan; None where it did not."""
-        return refusal_of_entry(self.entry)
+        """That an earlier process found no plan; None where it did not.
+
+        It names lines of the user's program only if these are the same today.
+        """
+        refusal = refusal_of_entry(self.entry)
+        if refusal is None or self.entry is None or self.entry.get("lines") != self.lines:
+            return refusal
+        return refusal.with_places(self.entry.get("places") or {})
 
     @property
     def around_bytes(self) -> int:
@@ -138,7 +147,13 @@ class KeptCode:
     def write_refusal(self, refusal: InfeasibleBudgetError, around_bytes: int) -> None:
         """Keep that there is no plan, unless it is only that a planner's time was up."""
         if type(refusal) is InfeasibleBudgetError:
-            entry = {**refusal_entry(refusal), "around_bytes": around_bytes}
+            named = {refusal.operator, *(name for name, _ in refusal.largest)}
+            entry = {
+                **refusal_entry(refusal),
+                "around_bytes": around_bytes,
+                "places": {n: place for n, place in refusal.places.items() if n in named},
+                "lines": self.lines,
+            }
             disk_cache.write(self.key, entry)
 
     def memory_of(self, summary: Summary) -> HeldMemory:
@@ -215,6 +230,11 @@ def _graph_text(gm: fx.GraphModule) -> list[str]:
                 if isinstance(attribute, torch.Tensor):
                     parts.append(f"{node.target}: {_input_text(attribute)}")
     return parts
+
+
+def _lines(gm: fx.GraphModule) -> str:
+    traces = (n.meta.get("stack_trace") for _, module in _graphs_of(gm) for n in module.graph.nodes)
+    return disk_cache.digest_of(*(trace or "" for trace in traces))
 
 
 def _input_text(tensor: torch.Tensor) -> str:

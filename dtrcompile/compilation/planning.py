@@ -179,9 +179,10 @@ def _plan_at_sizes(
             outcome = _fitted(session, fitter, chunked)
         session.has_planned(outcome)
     except InfeasibleBudgetError as refusal:
+        located = _located(refusal, captured, session)
         if session.kept is not None:
-            session.kept.write_refusal(refusal, session.around_bytes)
-        raise _located(refusal, captured, session) from None
+            session.kept.write_refusal(located, session.around_bytes)
+        raise located from None
     if not outcome.is_guess:
         session.note_baseline(outcome.baseline_measured)
         session.report()
@@ -207,10 +208,7 @@ def _probed(
 def _located(
     refusal: InfeasibleBudgetError, captured: Captured, session: Session
 ) -> InfeasibleBudgetError:
-    """The refusal in terms of the user's modules and lines.
-
-    What is kept on disk does without them: lines move, and the graph stays the same.
-    """
+    """The refusal in terms of the user's modules and lines."""
     if type(refusal) is not InfeasibleBudgetError:
         return refusal
     return refusal.with_places(places_of(captured, session.input_names))

@@ -430,6 +430,15 @@ def test_what_cannot_be_taken_up_and_refusals() -> None:
     assert str(read.refusal) == str(refusal)
     assert read.around_bytes == 7
     assert not read.is_useless
+    # Lines move, and the graph stays the same: then none is named.
+    located = refusal.with_places(
+        {"mm": "model.py:7", "x": "layer.weight", "another": "model.py:8"}
+    )
+    KeptCode("2" * 64, None, "lines").write_refusal(located, 7)
+    entry = disk_cache.read(place.key)
+    assert "model.py:7" in str(KeptCode(place.key, entry, "lines").refusal)
+    assert str(KeptCode(place.key, entry, "lines").refusal) == str(located)
+    assert str(KeptCode(place.key, entry, "other lines").refusal) == str(refusal)
 
 
 @pytest.mark.usefixtures("folder")
