@@ -364,24 +364,19 @@ class TrainingStep:
 
         Such a graph is among its own others: a plan that keeps less makes room for all of its
         calls, though its own peak may be larger, which no search of one graph after the other sees.
-        The peaks that are tried lie between the smallest for which there are plans, by the
-        referee, and the one that there is.
+        The peaks that are tried begin with that of the plans that keep the least, by the referee;
+        what is measured may be larger.
         """
         demands = [self.demand(i) for i in range(len(self.graphs))]
-        low_bytes, peak_bytes = enough_bytes, self.peak(self.held())
-        if peak_bytes <= enough_bytes:
-            return
-        planned, budget_bytes = None, peak_bytes
-        while budget_bytes - low_bytes > _CLOSE * peak_bytes:
-            middle_bytes = (low_bytes + budget_bytes) // 2
-            found = self.shared(demands, 1.0, middle_bytes)
-            if found is None:
-                low_bytes = middle_bytes
-            else:
-                planned, budget_bytes = found, middle_bytes
-        for _ in range(_MAX_ATTEMPTS):
-            if planned is None or peak_bytes - budget_bytes <= _CLOSE * peak_bytes:
+        peak_bytes = self.peak(self.held())
+        low_bytes = max(enough_bytes, self.peak([self.least(i) for i in range(len(self.graphs))]))
+        for attempt in range(_MAX_ATTEMPTS):
+            budget_bytes = low_bytes + (peak_bytes - low_bytes) * attempt // _MAX_ATTEMPTS
+            if peak_bytes - budget_bytes <= _CLOSE * peak_bytes:
                 return
+            planned = self.shared(demands, 1.0, budget_bytes)
+            if planned is None:
+                continue
             codes = [g.code for g in self.graphs]
             with contextlib.suppress(InfeasibleBudgetError):
                 self.compile_all(planned, budget_bytes)
@@ -389,9 +384,6 @@ class TrainingStep:
                 self.compile_where_peak_occurs(enough_bytes)
                 return
             self.use(codes)
-            # What is measured is larger than what was planned.
-            budget_bytes = (budget_bytes + peak_bytes) // 2
-            planned = self.shared(demands, 1.0, budget_bytes)
 
     def use(self, codes: Sequence[Code]) -> None:
         """Go back to the code that the graphs had."""
