@@ -159,6 +159,11 @@ class Call(Generic[GraphT]):
         gone = self.returned(self.handed_on.outputs or ()) - taken
         return sum(size for identity, size in self.outputs.items() if identity in gone)
 
+    def held_bytes(self, taken: set[int]) -> int:
+        """Of the outputs that calls take, those that somebody held when its backward began."""
+        held = self.returned(self.live_outputs or ()) & (taken - self.inputs.keys())
+        return sum(size for identity, size in self.outputs.items() if identity in held)
+
     def see_backward(self, holders: tuple[int, ...], node: Any, loss: OutsideLoss | None) -> None:
         """The backward of ``node`` begins; what the graph itself saved is not held by others.
 
@@ -251,7 +256,7 @@ def input_bytes(calls: Iterable[tuple[Call[Any], Container[int]]]) -> dict[int, 
         for identity, size_bytes in call.inputs.items():
             if identity in counted:
                 sizes[identity] = size_bytes
-                views[identity] = views.get(identity, set()) | call.views.get(identity, set())
+                views.setdefault(identity, set()).update(call.views.get(identity, ()))
     return {identity: max(size, _union_bytes(views[identity])) for identity, size in sizes.items()}
 
 

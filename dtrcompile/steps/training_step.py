@@ -367,8 +367,10 @@ class TrainingStep:
         The peaks that are tried begin with that of the plans that keep the least, by the referee;
         what is measured may be larger.
         """
-        demands = [self.demand(i) for i in range(len(self.graphs))]
         peak_bytes = self.peak(self.held())
+        if peak_bytes <= enough_bytes:
+            return
+        demands = [self.demand(i) for i in range(len(self.graphs))]
         low_bytes = max(enough_bytes, self.peak([self.least(i) for i in range(len(self.graphs))]))
         for attempt in range(_MAX_ATTEMPTS):
             budget_bytes = low_bytes + (peak_bytes - low_bytes) * attempt // _MAX_ATTEMPTS
@@ -562,9 +564,7 @@ def _result_bytes(calls: Sequence[GraphCall]) -> list[int]:
     return [
         sum(size for identity, size in call.outputs.items() if identity not in taken)
         - call.gone_bytes(taken)
-        + call.bytes_of(
-            i for i in call.live_outputs or () if call.returned([i]) and call.returned([i]) <= taken
-        )
+        + call.held_bytes(taken)
         + call.kept_tangent_bytes
         for call in calls
         if call.graph.planned is not None
