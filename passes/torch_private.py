@@ -140,9 +140,15 @@ from torch._inductor.cpu_vec_isa import (
 )
 from torch._inductor.ir import NHWC_STRIDE_ORDER, ExternKernel, IRNode, TensorBox
 from torch._inductor.dependencies import StarDep, WeakDep
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
-from torch._inductor.utils import BoxedBool, count_tangents, fresh_cache
+from torch._inductor.utils import (
+    BoxedBool,
+    count_tangents,
+    fresh_cache,
+    op_dtype_propagation_rules,
+)
 from torch._inductor.virtualized import V
 
 # --- C++ kernels ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from dtrcompile.passes.torch_private import ForwardTokenAOTInput
+from dtrcompile.passes.torch_private import ForwardTokenAOTInput, make_graph_module
 
 
 def inputs_of_gradients(forward: fx.GraphModule) -> list[fx.Node]:
@@ -64,7 +64,8 @@ def module_like(
     for node in gm.graph.find_nodes(op="placeholder"):
         if hasattr(node, "_dynamo_source"):
             copies[node]._dynamo_source = node._dynamo_source
-    module = fx.GraphModule(gm, graph)
+    # As Inductor does: Python code, which takes time to write, only if somebody asks for it.
+    module = make_graph_module(gm, graph)
     module.meta = dict(gm.meta)
     # Symbolic sizes, and that the graph came from Dynamo.
     for name in ("shape_env", "_param_name_to_source"):
