@@ -41,7 +41,12 @@ from dtrcompile.outside.surroundings import (
     Surroundings,
     before_steps,
 )
-from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.errors import (
+    InfeasibleBudgetError,
+    TimeLimitError,
+    UnsearchedBudgetError,
+    format_bytes,
+)
 from dtrcompile.passes.fitting.fit import as_it_is
 from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
@@ -202,19 +207,41 @@ class Ledger:
     def compile_first(self, graph: SharedGraph, more_follow: bool) -> None:
         """Compile a new graph, beside the calls that wait for their backward.
 
-        If there is no room for it, these calls release what they saved, and it is tried again.
-
         Raises:
-            InfeasibleBudgetError: if there is no room even then.
+            InfeasibleBudgetError: if there is no room for it.
         """
         with self.lock:
             if any(c.is_done for c in self.calls) and not self.anything_waits():
                 self.end_step()
             self.drop_evaluations()
+        # If its forward runs alone, the whole step is refused later, with the minimum of that.
+        may_run_alone = more_follow and not self.options.is_share
+        refusals = self.refusals_of(graph, more_follow, name_minimum=not may_run_alone)
+        if refusals and may_run_alone:
+            if self.may_run_forward(graph, refusals):
+                return
+            if any(isinstance(r, UnsearchedBudgetError) for r in refusals):
+                refusals = self.refusals_of(graph, more_follow)
+        if refusals:
+            raise self.advised(min(refusals, key=_minimum_of), more_follow)
+
+    def refusals_of(
+        self, graph: SharedGraph, more_follow: bool, *, name_minimum: bool = True
+    ) -> list[InfeasibleBudgetError]:
+        """Compile a new graph, beside the calls that wait for their backward.
+
+        If there is no room for it, these calls release what they saved, and it is tried again.
+
+        Args:
+            name_minimum: have refusals name the smallest budget that can be met.
+
+        Returns:
+            The refusals, if no assignment fits; nothing, if one does.
+        """
         refusals: list[InfeasibleBudgetError] = []
 
         def fits(assignment: Assignment) -> bool:
-            refusal = self.refusal_of(graph, assignment)
+            refusal = self.refusal_of(graph, replace(assignment, names_minimum=name_minimum))
             if refusal is not None:
                 refusals.append(refusal)
             return refusal is None
@@ -224,7 +251,7 @@ class Ledger:
         if fits(expecting_loss or assignment) and (
             not self.is_above_any_share(graph) or fits(replace(assignment, handed_on=ALL_HANDED_ON))
         ):
-            return
+            return []
         has_room = self.release_saved()
         if has_room:
             log.info(_RELEASED)
@@ -234,7 +261,7 @@ class Ledger:
             assignment = replace(self.first_assignment(more_follow, graph), handed_on=handed_on)
             expecting_loss = self.expecting_loss(assignment, graph)
             if fits(expecting_loss or assignment):
-                return
+                return []
         if not more_follow:
             for tighter, missing_bytes in self.tighter_assignments(
                 graph, assignment, refusals[-1], expects_loss=expecting_loss is not None
@@ -242,27 +269,27 @@ class Ledger:
                 if fits(tighter):
                     if missing_bytes:
                         log.warning(_NO_ROOM_FOR_LOSS, format_bytes(missing_bytes))
-                    return
-        refusal = self.advised(min(refusals, key=_minimum_of), more_follow)
-        if not (more_follow and self.may_run_forward(graph, refusal)):
-            raise refusal
+                    return []
+        return refusals
 
-    def may_run_forward(self, graph: SharedGraph, refusal: InfeasibleBudgetError) -> bool:
+    def may_run_forward(
+        self, graph: SharedGraph, refusals: Sequence[InfeasibleBudgetError]
+    ) -> bool:
         """Compile a new graph, whose plans all exceed the budget, to run its forward alone.
 
         Returns whether the forward is within the budget.  The step is then refused when its first
         backward begins: by then all graphs are known, and with them the budget that the step needs.
 
         Args:
-            refusal: of the graph, whose minimum is one of this graph alone.
+            refusals: of the graph.
         """
-        if self.options.is_share or refusal.minimum_bytes is None:
-            return False
+        if any(isinstance(r, TimeLimitError) for r in refusals):
+            return False  # there may be a plan that fits
         assignment = replace(self.first_assignment(True, graph), is_refused=True, note=_REFUSED)
         if self.refusal_of(graph, assignment) is not None:
             return False
         forward_peak_bytes = planned_of(graph).chosen.forward_peak_bytes
-        return assignment.others.outside_bytes + forward_peak_bytes <= refusal.budget_bytes
+        return assignment.others.outside_bytes + forward_peak_bytes <= refusals[0].budget_bytes
 
     def expecting_loss(self, assignment: Assignment, graph: SharedGraph) -> Assignment | None:
         """The same with room for a loss outside of the graphs; None where none is to be expected.

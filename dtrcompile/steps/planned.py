@@ -50,6 +50,8 @@ class Assignment:
         is_refused: no plan is within the budget.  The graph is compiled to be as small as can be,
             for its forward alone: when its step's first backward begins, all graphs are known, and
             what the whole step needs can be said.
+        names_minimum: whether a refusal has to name the smallest budget that can be met, which
+            takes a search.
         note: for the report.
         handed_on: what the caller does not hold in backward, as far as that was seen.
         holders: how many held the gradients that backward was given when that was seen.
@@ -63,6 +65,7 @@ class Assignment:
     more_follow: bool = False
     is_share_of_unknown: bool = False
     is_refused: bool = False
+    names_minimum: bool = True
     note: str = ""
     handed_on: HandedOn = NOTHING_HANDED_ON
     holders: tuple[int, ...] = ()
@@ -90,7 +93,7 @@ class Assignment:
             return Limits(None, self.others, is_unlimited=True)
         more_follow = self.more_follow and measured.backward_peak_bytes > 0  # else it saves nothing
         if self.is_refused:
-            return Limits(None, self.others, more_follow)
+            return Limits(None, self.others, more_follow, is_refused=True)
         if self.is_share_of_unknown:
             # A share of the step is no less than that of this graph, and it has to fit by itself.
             if budget_bytes is not None:
@@ -99,7 +102,7 @@ class Assignment:
         own_bytes = measured.peak_bytes - _constants(measured)
         if is_small(own_bytes, budget_bytes, self.others.outside_bytes):
             more_follow = False
-        return Limits(budget_bytes, self.others, more_follow)
+        return Limits(budget_bytes, self.others, more_follow, names_minimum=self.names_minimum)
 
 
 def is_small(own_bytes: int, budget_bytes: int | None, outside_bytes: int) -> bool:

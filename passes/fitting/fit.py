@@ -17,7 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, format_bytes
+from dtrcompile.passes.errors import (
+    DTRError,
+    InfeasibleBudgetError,
+    UnsearchedBudgetError,
+    format_bytes,
+)
 from dtrcompile.passes.fitting.kept_choices import Choice, refusal_entry, refusal_of_entry
 from dtrcompile.passes.fitting.measured import Measured, SizeModel
 from dtrcompile.passes.fitting.peak_formula import StepFormulas
@@ -33,6 +38,7 @@ from dtrcompile.passes.fitting.residuals import (
 from dtrcompile.passes.fitting.settings import (
     AGREEMENT_PERCENT,
     AMPLE,
+    HOPELESS_SHARE,
     LOOSER_THAN_MINIMUM_PERCENT,
     MAX_LEARNING_ROUNDS,
     MAX_REPLANNING_ROUNDS,
@@ -287,6 +293,9 @@ class Limits:
         is_unlimited: there is no budget yet; the default split is what runs.
         least_budget_bytes: what the budget will come to at least, where it is not known yet; None
             where that is not known either.
+        is_refused: no plan is within the budget, so the planner's smallest plan will do: there is
+            no search for a smaller schedule.
+        names_minimum: whether a refusal has to name the smallest budget that can be met.
     """
 
     budget_bytes: int | None
@@ -294,6 +303,8 @@ class Limits:
     more_follow: bool = False
     is_unlimited: bool = False
     least_budget_bytes: int | None = None
+    is_refused: bool = False
+    names_minimum: bool = True
 
     def are_ample(self, guessed: Measured) -> bool:
         """Whether a guess is so far below the budget that the default split will fit."""
@@ -592,16 +603,20 @@ class _Fit:
         if agreed.more_follow:
             # The graphs that follow are taken to hold as much as this one does at its smallest, or
             # half of what is available: this graph then saves little, and holds little itself.
-            between_bytes = self.least_own_bytes()
+            between_bytes = least_bytes = self.least_own_bytes()
             if own_bytes is not None:
                 available_bytes = own_bytes - self.program.constant_bytes
+                is_hopeless = available_bytes < HOPELESS_SHARE * least_bytes
+                if is_hopeless and not agreed.names_minimum:
+                    raise UnsearchedBudgetError(own_bytes + self.others.outside_bytes)
                 between_bytes = max(between_bytes, available_bytes // 2)
             self.others = replace(self.others, between_bytes=between_bytes)
         peak_bytes = self.baseline_bytes = measured.peak_with(self.others)
         if not agreed.more_follow and own_bytes is not None:
             planned_bytes = self.planned_peak(plan, self.workspaces)
             return self.cheapest_within(own_bytes, planned_bytes, peak_bytes)
-        chosen = self.smaller_than(measured)
+        smallest = self.minimum(self.workspaces) if agreed.is_refused else self.smallest()
+        chosen = self.unless_larger_than(measured, smallest)
         if own_bytes is not None:
             return self.within(own_bytes, chosen, measured)
         if agreed.least_budget_bytes is not None:
@@ -630,10 +645,9 @@ class _Fit:
         )
         return self.stats_of(plan, self.workspaces).peak_bytes - self.program.constant_bytes
 
-    def smaller_than(self, baseline: Measured) -> Candidate | None:
-        """The smallest, None where that is the default split."""
-        smallest = self.smallest()
-        return smallest if self.peak(smallest) < baseline.peak_with(self.others) else None
+    def unless_larger_than(self, baseline: Measured, candidate: Candidate) -> Candidate | None:
+        """A candidate, or None if the default split is no larger."""
+        return candidate if self.peak(candidate) < baseline.peak_with(self.others) else None
 
     def within(
         self, own_bytes: int, chosen: Candidate | None, baseline: Measured
@@ -652,7 +666,7 @@ class _Fit:
             if held().peak_bytes > own_bytes and 0 <= between_bytes < self.others.between_bytes:
                 self.others = replace(self.others, between_bytes=between_bytes)
                 self.answers.clear()  # they were for other graphs beside it
-                chosen = self.smaller_than(baseline)
+                chosen = self.unless_larger_than(baseline, self.smallest())
         if held().peak_bytes > own_bytes:
             raise self.infeasible(own_bytes, self.smallest(), held().peak_bytes)
         return chosen

@@ -60,6 +60,12 @@ SMALLER_STEP_DIVISOR: Final = 64
 targets are tried because BERT at 40 % of its peak was once smaller than its named minimum; the
 step itself was not measured."""
 
+HOPELESS_SHARE: Final = 0.95
+"""Share of what the planner's smallest plan holds beside constants.  With less than this, no plan
+is searched for a graph that others follow: its forward runs, and all graphs of the step are planned
+together when the first backward begins.  The smallest schedule of the demo's small GPT holds 0.86
+times that plan, so a search might have found one; then the step is found to fit a little later."""
+
 # What a kernel may hold for its speed (`inductor.layouts`)
 
 SPEED_WORKSPACE_DIVISOR: Final = 6

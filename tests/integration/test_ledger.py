@@ -25,6 +25,7 @@ import dtrcompile
 from dtrcompile.backend import dtr
 from dtrcompile.compilation import eager
 from dtrcompile.passes.errors import ChangedInputError, InfeasibleBudgetError
+from dtrcompile.passes.fitting.fit import _Fit
 from dtrcompile.passes.graphs.executor import executor_log
 from dtrcompile.steps import training_step, waiting
 from dtrcompile.steps.calls import Call
@@ -718,20 +719,30 @@ def test_a_refusal_within_the_first_step_says_that_the_step_may_need_more() -> N
             x = block(x)
 
 
-def test_a_refusal_of_a_graph_that_others_follow_names_what_the_whole_step_needs() -> None:
-    """What its first graph needs by itself was named once, and that budget was then refused too."""
+@pytest.mark.parametrize(
+    ("width", "batch", "is_hopeless"), [(WIDTH, BATCH, False), (WIDE, 64, True)]
+)
+def test_a_refusal_of_a_graph_that_others_follow_names_what_the_whole_step_needs(
+    monkeypatch: pytest.MonkeyPatch, width: int, batch: int, is_hopeless: bool
+) -> None:
+    """What its first graph needs by itself was named once, and that budget was then refused too.
+
+    Where even the planner's smallest plan is far above the budget, as gradients alone are in the
+    second case, nobody searches for a minimum of the first graph that no error names.
+    """
 
     class TwoGraphs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.trunk, self.last = nn.Sequential(*(Block() for _ in range(3))), Block()
+            self.trunk = nn.Sequential(*(Block(width) for _ in range(4)))
+            self.last = Block(width)
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.trunk(x)
             torch._dynamo.graph_break()
             return self.last(x).square().mean()  # type: ignore[no-any-return]
 
-    module, x = TwoGraphs(), torch.randn(BATCH, WIDTH)
+    module, x = TwoGraphs(), torch.randn(batch, width)
     smallest = compile_dtr(module, "min", compiler="eager")
     for _ in range(2):
         smallest(x).backward()
@@ -740,8 +751,16 @@ def test_a_refusal_of_a_graph_that_others_follow_names_what_the_whole_step_needs
     own_bytes = dtrcompile.reports()[0].promised_peak_bytes
     assert own_bytes < 0.95 * needed_bytes
     torch._dynamo.reset()
-    refused = compile_dtr(module, own_bytes - 1, compiler="eager")
+    searches: list[str] = []
+    smallest_of = _Fit.smallest
+    monkeypatch.setattr(_Fit, "smallest", lambda fit: (searches.append(""), smallest_of(fit))[1])
+    constant_bytes = sum(p.nbytes for p in module.trunk.parameters()) + x.nbytes
+    budget = own_bytes - 1
+    if is_hopeless:
+        budget = constant_bytes + int(0.7 * (own_bytes - constant_bytes))
+    refused = compile_dtr(module, budget, compiler="eager")
     loss = refused(x)
+    assert not searches if is_hopeless else searches
     with raises_dtr(InfeasibleBudgetError) as errors:
         loss.backward()
     minimum_bytes = errors[0].minimum_bytes
