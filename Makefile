@@ -35,7 +35,7 @@ demo:
 	@python="$$(.ci/environment demo "$(PYTHON)" "$(TORCH)")" && "$$python" -m dtrcompile demo $(DEMO)
 
 demo-quick:
-	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && $(LIGHT) "$$python" -m dtrcompile demo \
+	@python="$$(.ci/environment demo "$(PYTHON)" "$(TORCH)")" && $(LIGHT) "$$python" -m dtrcompile demo \
 		--small --steps 3 --output .cache/demo-output
 
 test:

@@ -84,10 +84,14 @@ class ChunkedSteps:
         peak_bytes = _peak(found, agreed) - plain.captured.program.constant_bytes
         least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
         regions, refused = regions_of(self.joint, least_bytes)
-        least_planned_bytes = plain.least_bytes
-        if isinstance(found, InfeasibleBudgetError) or found.budget_bytes is None:
-            # Its schedule may hold far more than the smallest plan does.
-            least_planned_bytes = max(least_planned_bytes, _peak(found, agreed))
+
+        def least_planned_bytes() -> int:
+            """About what the graph as it is holds at least."""
+            if isinstance(found, InfeasibleBudgetError) or found.budget_bytes is None:
+                # Its schedule may hold far more than the smallest plan does.
+                return max(plain.least_bytes, _peak(found, agreed))
+            return plain.least_bytes
+
         step = self._best(least_planned_bytes, self._forms(regions, least_bytes), target_bytes)
         outcome = None if step is None else _fitted(step, agreed)
         elapsed_s = time.perf_counter() - start
@@ -129,21 +133,24 @@ class ChunkedSteps:
             yield _Form(unpadded, n_unpadded, regions_of(unpadded, least_bytes)[0])
 
     def _best(
-        self, plain_bytes: int, forms: Iterable[_Form], target_bytes: int | None
+        self, plain_bytes: Callable[[], int], forms: Iterable[_Form], target_bytes: int | None
     ) -> ChunkedStep | None:
         """The first form with the fewest chunks that leaves room for a plan, or else the smallest.
 
         Args:
-            plain_bytes: what the graph as it is holds at least.
+            plain_bytes: what the graph as it is holds at least, which takes a search; only asked
+                for if there is a form.
             forms: the cheapest first.
         """
         best: ChunkedStep | None = None
-        best_bytes = int(plain_bytes * WORTHWHILE_CHUNKING_SHARE)
+        best_bytes: int | None = None
         trials = ((form, n_chunks) for form in forms for n_chunks in form.numbers_of_chunks)
         for form, n_chunks in trials:
             step = self._step(form, n_chunks)
             if step is None:
                 continue
+            if best_bytes is None:
+                best_bytes = int(plain_bytes() * WORTHWHILE_CHUNKING_SHARE)
             n_bytes = step.fitter.least_bytes
             log.debug(
                 "in %d chunks, %d products without padding: about %s at least",
