@@ -571,16 +571,15 @@ class Ledger:
             return
         if any(w.planned is None for w in graph.waiting.values()):
             return  # a checkpointed region has to be computed again by the code that it ran with
-        try:
+        while True:
             try:
                 self.save_least(graph, planned)
-            except InfeasibleBudgetError:
+            except InfeasibleBudgetError as refusal:
                 if not self.release_saved():
-                    raise
+                    raise self.advised(refusal, more_follow=True) from None
                 log.info(_RELEASED)
-                self.save_least(graph, planned)
-        except InfeasibleBudgetError as refusal:
-            raise self.advised(refusal, more_follow=True) from None
+            else:
+                return
 
     def save_least(self, graph: SharedGraph, planned: Planned) -> None:
         """Compile a graph to save as little as possible, unless it is small.

@@ -25,7 +25,7 @@ import dtrcompile
 from dtrcompile.backend import dtr
 from dtrcompile.compilation import eager
 from dtrcompile.passes.errors import ChangedInputError, InfeasibleBudgetError
-from dtrcompile.passes.fitting.fit import _Fit
+from dtrcompile.passes.fitting import fit
 from dtrcompile.passes.graphs.executor import executor_log
 from dtrcompile.steps import training_step, waiting
 from dtrcompile.steps.calls import Call
@@ -752,8 +752,8 @@ def test_a_refusal_of_a_graph_that_others_follow_names_what_the_whole_step_needs
     assert own_bytes < 0.95 * needed_bytes
     torch._dynamo.reset()
     searches: list[str] = []
-    smallest_of = _Fit.smallest
-    monkeypatch.setattr(_Fit, "smallest", lambda fit: (searches.append(""), smallest_of(fit))[1])
+    smallest_of = fit._Fit.smallest
+    monkeypatch.setattr(fit._Fit, "smallest", lambda f: (searches.append(""), smallest_of(f))[1])
     constant_bytes = sum(p.nbytes for p in module.trunk.parameters()) + x.nbytes
     budget = own_bytes - 1
     if is_hopeless:
@@ -767,6 +767,30 @@ def test_a_refusal_of_a_graph_that_others_follow_names_what_the_whole_step_needs
     assert abs(minimum_bytes - needed_bytes) <= 0.05 * needed_bytes
     with raises_dtr(InfeasibleBudgetError, f"{minimum_bytes} bytes"):
         refused(x)
+
+
+def test_graphs_that_are_wrongly_taken_for_hopeless_train_within_their_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The planner's smallest plan need not be the smallest, so a step may fit though each graph
+    that others follow looks hopeless."""
+    _, expected = peak_and_gradients(10**9, "eager")
+    budget = int(0.7 * dtrcompile.reports()[-1].step_bytes)
+    torch._dynamo.reset()
+    dtrcompile.clear_reports()
+    monkeypatch.setattr(fit, "HOPELESS_SHARE", 100.0)
+    module, x = model_and_batch()
+    compiled = compile_dtr(module, budget, compiler="eager")
+    for i in range(3):
+        module.zero_grad(set_to_none=True)
+        with executor_checked():
+            loss = compiled(x)
+            notes = [note for r in dtrcompile.reports() for note in r.notes]
+            assert any("no plan is within the budget" in note for note in notes) == (i == 0)
+            loss.backward()
+            held = [b for record in executor_log() for b in record.counted_bytes]
+        assert max(held) <= max(report.step_bytes for report in dtrcompile.reports()) <= budget
+        assert relative_error(gradients_of(module), expected) <= SAME
 
 
 def test_what_is_computed_again_must_not_have_changed() -> None:
