@@ -151,14 +151,6 @@ class InfeasibleBudgetError(DTRError):
         )
 
 
-class UnsearchedBudgetError(InfeasibleBudgetError):
-    """A budget was refused at once, because even the planner's smallest plan is far above it.
-
-    Only for callers that asked for that and have something else to try; a user is told the smallest
-    budget that can be met.
-    """
-
-
 class TimeLimitError(InfeasibleBudgetError):
     """An exact planner reached its time limit before it found a plan; a plan may still exist.
 

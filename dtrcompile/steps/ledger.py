@@ -41,13 +41,8 @@ from dtrcompile.outside.surroundings import (
     Surroundings,
     before_steps,
 )
-from dtrcompile.passes.errors import (
-    InfeasibleBudgetError,
-    TimeLimitError,
-    UnsearchedBudgetError,
-    format_bytes,
-)
-from dtrcompile.passes.fitting.fit import as_it_is
+from dtrcompile.passes.errors import InfeasibleBudgetError, TimeLimitError, format_bytes
+from dtrcompile.passes.fitting.fit import UnsearchedBudgetError, as_it_is
 from dtrcompile.passes.fitting.sharing import OtherGraphs
 from dtrcompile.passes.graphs.capture import ALL_HANDED_ON, NOTHING_HANDED_ON, HandedOn
 from dtrcompile.passes.program.replay import replay

@@ -17,12 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from dtrcompile.passes.errors import (
-    DTRError,
-    InfeasibleBudgetError,
-    UnsearchedBudgetError,
-    format_bytes,
-)
+from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.kept_choices import Choice, refusal_entry, refusal_of_entry
 from dtrcompile.passes.fitting.measured import Measured, SizeModel
 from dtrcompile.passes.fitting.peak_formula import StepFormulas
@@ -279,6 +274,14 @@ class Outcome:
     def stats(self) -> PlanStats:
         """What it costs."""
         return self.baseline[2] if self.chosen is None else self.chosen.stats
+
+
+class UnsearchedBudgetError(InfeasibleBudgetError):
+    """A budget was refused at once, because even the planner's smallest plan is far above it.
+
+    Only for a caller that does not ask for the minimum (`Limits.names_minimum`) and has something
+    else to try.  It never reaches a user.
+    """
 
 
 @dataclass(frozen=True, slots=True)
