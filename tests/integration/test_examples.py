@@ -27,11 +27,10 @@ CACHES = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "
     [
         ("plain_loop.py", "torch", "a step held"),
         ("custom_operator.py", "torch", "softcap runs"),
-        # Each compiles for half a minute what other tests compile too.
-        pytest.param("accumulation_amp.py", "torch", "a micro-batch held", marks=pytest.mark.sweep),
-        pytest.param("diffusers_unet.py", "diffusers", "a step held", marks=pytest.mark.sweep),
-        pytest.param("gan.py", "torch", "the generator's", marks=pytest.mark.sweep),
-        pytest.param("higher_order.py", "torch", "a step held", marks=pytest.mark.sweep),
+        ("accumulation_amp.py", "torch", "a micro-batch held"),
+        ("diffusers_unet.py", "diffusers", "a step held"),
+        ("gan.py", "torch", "the generator's"),
+        ("higher_order.py", "torch", "a step held"),
     ],
 )
 def test_an_example_trains_as_without_a_budget_and_within_it(
