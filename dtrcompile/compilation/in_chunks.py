@@ -87,10 +87,11 @@ class ChunkedSteps:
 
         def least_planned_bytes() -> int:
             """About what the graph as it is holds at least."""
+            planned_bytes = plain.least_bytes
             if isinstance(found, InfeasibleBudgetError) or found.budget_bytes is None:
                 # Its schedule may hold far more than the smallest plan does.
-                return max(plain.least_bytes, _peak(found, agreed))
-            return plain.least_bytes
+                planned_bytes = max(planned_bytes, _peak(found, agreed))
+            return planned_bytes
 
         step = self._best(least_planned_bytes, self._forms(regions, least_bytes), target_bytes)
         outcome = None if step is None else _fitted(step, agreed)

@@ -209,7 +209,8 @@ class Ledger:
             if any(c.is_done for c in self.calls) and not self.anything_waits():
                 self.end_step()
             self.drop_evaluations()
-        # If its forward runs alone, the whole step is refused later, with the minimum of that.
+        # If only its forward fits, it is refused when the step's first backward begins, and that
+        # refusal names what the whole step needs.
         may_run_alone = more_follow and not self.options.is_share
         refusals = self.refusals_of(graph, more_follow, name_minimum=not may_run_alone)
         if refusals and may_run_alone:

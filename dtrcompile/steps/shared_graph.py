@@ -569,6 +569,7 @@ class SharedGraph:
     def use(self, code: Code) -> None:
         """Run this from the next call on, whatever was compiled before or since."""
         self.code = code
+        # A later refusal reaches the user, so it names a minimum.
         self.assignment = replace(code.assignment, sizes=None, number=0, names_minimum=True)
         self.decided_with = self.step_peak.size_bytes
         self.step_values = self.values
