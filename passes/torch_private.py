@@ -138,7 +138,14 @@ from torch._inductor.cpu_vec_isa import (
     supported_vec_isa_list,
     x86_isa_checker,
 )
-from torch._inductor.ir import NHWC_STRIDE_ORDER, ExternKernel, IRNode, TensorBox
+from torch._inductor import inductor_prims
+from torch._inductor.ir import (
+    NHWC_STRIDE_ORDER,
+    ExternKernel,
+    IRNode,
+    MutationLayoutSHOULDREMOVE,
+    TensorBox,
+)
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.output_code import CompiledFxGraph

@@ -4,8 +4,10 @@
 that is done.  A chunked graph is split, captured, planned and measured as every graph is.  It is
 compiled if the graph as it is cannot be held within the budget, or only at a higher cost.
 
-Where Inductor has padded operands of matrix products (`graphs.padding`), the graph without the
-padding comes last, whole and in chunks: its products take longer.
+Sums of gradients that can be made in place (`graphs.scatters`) are, with chunks and without them,
+since that takes no longer.  Where Inductor has padded operands of matrix products
+(`graphs.padding`), the graph without the padding comes last, whole and in chunks: its products take
+longer.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from dtrcompile.passes.fitting.settings import (
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.modules import copied_module, output_arguments
 from dtrcompile.passes.graphs.padding import without_padding
+from dtrcompile.passes.graphs.scatters import into_gradients
 from dtrcompile.passes.graphs.sources import place_of
 
 log = logging.getLogger("dtrcompile")
@@ -93,7 +96,8 @@ class ChunkedSteps:
                 planned_bytes = max(planned_bytes, _peak(found, agreed))
             return planned_bytes
 
-        step = self._best(least_planned_bytes, self._forms(regions, least_bytes), target_bytes)
+        forms = self._forms(regions, least_bytes)
+        step = self._best(plain, least_planned_bytes, forms, target_bytes)
         outcome = None if step is None else _fitted(step, agreed)
         elapsed_s = time.perf_counter() - start
         if isinstance(outcome, Outcome):
@@ -128,17 +132,29 @@ class ChunkedSteps:
             regions: of the graph as it is.
             least_bytes: of a value that is computed in chunks.
         """
-        yield _Form(self.joint, 0, regions)
-        unpadded, n_unpadded = without_padding(self.joint)
+        joint, n_in_place = into_gradients(self.joint)
+        if n_in_place:
+            regions = regions_of(joint, least_bytes)[0]
+        yield _Form(joint, n_in_place, 0, regions)
+        unpadded, n_unpadded = without_padding(joint)
         if n_unpadded:
-            yield _Form(unpadded, n_unpadded, regions_of(unpadded, least_bytes)[0])
+            found = regions_of(unpadded, least_bytes)[0]
+            yield _Form(unpadded, n_in_place, n_unpadded, found)
 
     def _best(
-        self, plain_bytes: Callable[[], int], forms: Iterable[_Form], target_bytes: int | None
+        self,
+        plain: Fitter,
+        plain_bytes: Callable[[], int],
+        forms: Iterable[_Form],
+        target_bytes: int | None,
     ) -> ChunkedStep | None:
         """The first form with the fewest chunks that leaves room for a plan, or else the smallest.
 
+        A form without chunks differs by a few operators from the graph as it is, whose loops may
+        write over what they read.  So the two are compared by what was seen of their schedules.
+
         Args:
+            plain: of the graph as it is.
             plain_bytes: what the graph as it is holds at least, which takes a search; only asked
                 for if there is a form.
             forms: the cheapest first.
@@ -152,12 +168,17 @@ class ChunkedSteps:
                 continue
             if best_bytes is None:
                 best_bytes = int(plain_bytes() * WORTHWHILE_CHUNKING_SHARE)
-            n_bytes = step.fitter.least_bytes
+            if n_chunks == 1:
+                n_bytes = step.fitter.least_lowered_bytes
+                is_smaller = n_bytes <= plain.least_lowered_bytes * WORTHWHILE_CHUNKING_SHARE
+            else:
+                n_bytes = step.fitter.least_bytes
+                is_smaller = n_bytes <= best_bytes
             log.debug(
                 "in %d chunks, %d products without padding: about %s at least",
                 *(n_chunks, form.n_unpadded, format_bytes(n_bytes)),
             )
-            if n_bytes <= best_bytes:
+            if is_smaller:
                 best, best_bytes = step, int(n_bytes * WORTHWHILE_CHUNKING_SHARE)
             if target_bytes is not None and n_bytes <= target_bytes * WORTHWHILE_CHUNKING_SHARE:
                 break
@@ -168,6 +189,7 @@ class ChunkedSteps:
         if n_chunks * sum(len(region.nodes) for region in form.regions) > MAX_CHUNKED_OPERATORS:
             return None
         key = tuple(region.seed.name for region in form.regions), n_chunks, form.n_unpadded
+        # (Sums are in place in all forms or in none.)
         if key not in self._made:
             cuts = [(r, min(n_chunks, r.n_rows)) for r in form.regions if n_chunks > 1]
             # (PyTorch's partitioner writes into the graph that it splits.)
@@ -176,7 +198,9 @@ class ChunkedSteps:
             if graph is not None:
                 captured = self.capture(*self.split(graph))
                 texts = tuple(_told(region, n) for region, n in cuts)
-                self._made[key] = ChunkedStep(self.make_fitter(captured), texts, form.n_unpadded)
+                self._made[key] = ChunkedStep(
+                    self.make_fitter(captured), texts, form.n_in_place, form.n_unpadded
+                )
         return self._made[key]
 
 
@@ -185,18 +209,20 @@ class _Form:
     """The graph of a step, with or without padded operands.
 
     Attributes:
-        n_unpadded: as in `Outcome`.
+        n_in_place, n_unpadded: as in `Outcome`.
         regions: of the graph, which can be computed in chunks.
     """
 
     graph: fx.GraphModule
+    n_in_place: int
     n_unpadded: int
     regions: list[Region]
 
     @property
     def numbers_of_chunks(self) -> tuple[int, ...]:
         """Those to try; 1 is the graph as it is, which needs no trial if nothing was left out."""
-        return (*((1,) if self.n_unpadded else ()), *(CHUNKS if self.regions else ()))
+        is_another = self.n_in_place or self.n_unpadded
+        return (*((1,) if is_another else ()), *(CHUNKS if self.regions else ()))
 
 
 @dataclass
@@ -205,11 +231,12 @@ class ChunkedStep:
 
     Attributes:
         texts: what is computed so, for the report.
-        n_unpadded: as in `Outcome`.
+        n_in_place, n_unpadded: as in `Outcome`.
     """
 
     fitter: Fitter
     texts: tuple[str, ...]
+    n_in_place: int
     n_unpadded: int
 
 
@@ -247,7 +274,9 @@ def _fitted(step: ChunkedStep, limits: Limits) -> Outcome | InfeasibleBudgetErro
     found: Outcome | InfeasibleBudgetError
     try:
         fitted = step.fitter.fit(lambda _: limits)
-        found = replace(fitted, chunks=step.texts, n_unpadded=step.n_unpadded)
+        found = replace(
+            fitted, chunks=step.texts, n_in_place=step.n_in_place, n_unpadded=step.n_unpadded
+        )
     except InfeasibleBudgetError as refusal:
         found = refusal
     return None if step.fitter.is_reordered else found

@@ -63,6 +63,9 @@ def add_compile_report(
         if summary.is_cut_short
         else "",
         *(f"computed in chunks: {text}" for text in summary.chunks),
+        f"{summary.n_in_place} gradient sums of weights that are used twice are made in place"
+        if summary.n_in_place
+        else "",
         f"{summary.n_unpadded} matrix products run without the padding that Inductor adds for"
         " speed, because its copies did not fit"
         if summary.n_unpadded

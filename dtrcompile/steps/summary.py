@@ -85,7 +85,7 @@ class Summary:
         saves_least: as in `Outcome`.
         is_guess: ``baseline`` is.
         is_kept: an earlier process made the plan.
-        is_cut_short, chunks, n_unpadded: as in `Outcome`.
+        is_cut_short, chunks, n_in_place, n_unpadded: as in `Outcome`.
         planning_s, lowering_s: seconds spent on capture and planning, and on measuring.
     """
 
@@ -105,6 +105,7 @@ class Summary:
     is_kept: bool = False
     is_cut_short: bool = False
     chunks: tuple[str, ...] = ()
+    n_in_place: int = 0
     n_unpadded: int = 0
     planning_s: float = 0.0
     lowering_s: float = 0.0
@@ -130,6 +131,7 @@ class Summary:
             outcome.is_kept,
             outcome.is_cut_short,
             outcome.chunks,
+            outcome.n_in_place,
             outcome.n_unpadded,
             capture_s + outcome.planning_s,
             outcome.lowering_s,
@@ -157,6 +159,7 @@ class Summary:
             "saves_least": self.saves_least,
             "is_cut_short": self.is_cut_short,
             "chunks": self.chunks,
+            "n_in_place": self.n_in_place,
             "n_unpadded": self.n_unpadded,
         }
 
@@ -193,6 +196,7 @@ class Summary:
                 is_kept=True,
                 is_cut_short=entry["is_cut_short"],
                 chunks=_texts(entry["chunks"]),
+                n_in_place=int(entry["n_in_place"]),
                 n_unpadded=int(entry["n_unpadded"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, ProgramError, PlanError):

@@ -236,6 +236,7 @@ class Outcome:
         is_cut_short: a search ended because it had lowered as much as it may.
         chunks: what is computed in chunks, and in how many; ``baseline_measured`` is then of the
             graph as it was.
+        n_in_place: sums of gradients that are made in place.
         n_unpadded: matrix products that are computed without the padding that Inductor gave them.
     """
 
@@ -252,6 +253,7 @@ class Outcome:
     saves_least: bool = False
     is_cut_short: bool = False
     chunks: tuple[str, ...] = ()
+    n_in_place: int = 0
     n_unpadded: int = 0
 
     @property
@@ -378,6 +380,11 @@ class Fitter:
     def least_bytes(self) -> int:
         """About the smallest peak that a plan can have, without measuring anything."""
         return self._fit.least_planned_bytes()
+
+    @functools.cached_property
+    def least_lowered_bytes(self) -> int:
+        """The same, as far as the default split's schedule tells; it is measured for that."""
+        return self._fit.least_lowered_bytes()
 
 
 def fit(
@@ -640,6 +647,13 @@ class _Fit:
             plan = minimum_plan(self.program, self.planner.for_minimum())
         self.planning_s += time.perf_counter() - start
         return replay(self.program, plan)[1].peak_bytes
+
+    def least_lowered_bytes(self) -> int:
+        """The same, with what the default split's schedule was seen to hold beyond the plan."""
+        if self.default is None:
+            plan = as_it_is(self.program)
+            self.default = self.measured_default(plan, *replay(self.program, plan))
+        return self.least_own_bytes() + self.program.constant_bytes
 
     def least_own_bytes(self) -> int:
         """About the smallest peak that a plan can have, without constants."""

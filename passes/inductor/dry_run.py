@@ -6,6 +6,7 @@ need is left out on the way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
 
 from dtrcompile.passes.inductor.plan_order import late_bytes_of
 from dtrcompile.passes.nodes import draws_random_numbers, mark_of
@@ -20,9 +22,22 @@ from dtrcompile.passes.torch_private import (
     CppKernel,
     CppVecKernel,
     ExternKernel,
+    MutationLayoutSHOULDREMOVE,
     SchedulerNode,
     TritonKernel,
     V,
+    inductor_prims,
+)
+
+aten = torch.ops.aten
+_SCATTERS = frozenset(
+    {
+        aten.index_put.default,
+        aten.index_put_.default,
+        aten._unsafe_index_put.default,
+        aten._unsafe_masked_index_put_accumulate.default,
+        inductor_prims._unsafe_index_put_,
+    }
 )
 
 
@@ -125,7 +140,34 @@ def _of_buffers(graph: Any, field_name: str) -> dict[str, int]:
 
 def _written_over(graph: Any, makers: Mapping[str, int]) -> frozenset[int]:
     """Operators whose result takes the place of an input that is read for the last time."""
-    return frozenset(makers[name] for name in graph.wrapper_code.reuses if name in makers)
+    reusing = {makers[name] for name in graph.wrapper_code.reuses if name in makers}
+    return frozenset(reusing | _scattered_in_place(graph, makers))
+
+
+def _scattered_in_place(graph: Any, makers: Mapping[str, int]) -> set[int]:
+    """Operators that add rows to a tensor which has no buffer beside that of the result.
+
+    Either it is made in the result's place (zeros, or any other loop), or Inductor's reinplacing
+    pass gave its buffer to the result.
+    """
+    own: Counter[int] = Counter()
+    scatters: dict[int, fx.Node] = {}
+    for buffer in graph.buffers:
+        operator = makers.get(buffer.get_name())
+        if operator is None:
+            continue
+        if not isinstance(buffer.get_output_spec(), MutationLayoutSHOULDREMOVE):
+            own[operator] += 1
+            continue
+        for node in buffer.get_origins():
+            if node.target in _SCATTERS and mark_of(node).output_of == operator:
+                scatters[operator] = node
+    found = set()
+    for operator, node in scatters.items():
+        base = mark_of(node.args[0]).output_of
+        if base not in (None, operator) and own[base] + own[operator] <= 1:
+            found.add(operator)
+    return found
 
 
 def _draws(graph: Any) -> tuple[int, ...]:

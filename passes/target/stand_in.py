@@ -70,6 +70,7 @@ def standing_in(target: Target) -> Iterator[None]:
         (torch.cuda, "get_device_properties", get_properties),
         (torch.cuda, "get_device_capability", lambda _device=None: target.capability),
         (torch.cuda, "get_device_name", lambda _device=None: target.name),
+        (torch.cuda, "default_generators", (_Generator(),)),
         (torch.cuda, "get_rng_state", lambda _device="cuda": torch.zeros(16, dtype=torch.uint8)),
         (torch.cuda, "set_rng_state", lambda _state, _device="cuda": None),
         (torch.version, "cuda", None if target.is_rocm else torch.version.cuda or _CUDA_VERSION),
@@ -109,6 +110,16 @@ def _forgetting() -> Iterator[None]:
         yield
     finally:
         forget()
+
+
+class _Generator(torch.Generator):
+    """The device's random numbers, of which the partitioner and Inductor copy the state for
+    attention inside of `torch.utils.checkpoint`.  None are drawn."""
+
+    device = torch.device("cuda", 0)  # type: ignore[misc]
+
+    def clone_state(self) -> _Generator:
+        return self
 
 
 _SCAN = TritonSplitScanKernel.scan

@@ -33,6 +33,8 @@ CHOSEN = (
     "gradient_accumulation",
     "channels_last",
     "checkpoint_inside",
+    "checkpointed_attention",
+    "checkpoint_with_dropout_inside",
 )
 
 

@@ -181,3 +181,43 @@ def test_under_inductor_images_in_chunks_of_samples(monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     images, labels = torch.randn(8, 3, 16, 16), torch.randn(8, 3, 16, 16)
     assert_held_as_promised(Images(), (images, labels), "60%")
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8 * WORDS, WIDTH)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        scores = F.linear(torch.tanh(self.hidden(self.embedding(tokens))), self.embedding.weight)
+        return F.cross_entropy(scores, labels)
+
+
+@pytest.mark.inductor
+def test_the_gradient_of_a_tied_weight_is_added_up_in_place() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    inputs = torch.randint(8 * WORDS, (4,)), torch.randint(8 * WORDS, (4,))
+    weight_bytes = model.embedding.weight.numel() * 4
+    expected = gradients(torch.compile(model), inputs)
+    peaks = {}
+    for chunking in (False, True):
+        compiled = compile_dtr(model, "min", compiler="inductor", chunking=chunking)
+        assert_close(gradients(compiled, inputs), expected)
+        compiled.zero_grad(set_to_none=True)
+        report = dtrcompile.reports()[-1]
+        step = trace_step(
+            lambda c=compiled: c(*inputs).backward(),
+            static_bytes(model, *inputs),
+            torch.device("cpu"),
+        )
+        assert step.peak_bytes <= report.promised_peak_bytes
+        is_told = any("made in place" in note for note in report.notes)
+        assert is_told == chunking
+        peaks[chunking] = report.promised_peak_bytes
+    # The weight, and its gradient; without, also the one that is added to it.
+    assert peaks[False] > 3 * weight_bytes
+    assert peaks[True] < 2.5 * weight_bytes

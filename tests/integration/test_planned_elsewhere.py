@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
 from dtrcompile.cli import main
@@ -122,6 +123,27 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.head(self.inner(x)), labels)
+
+
+def test_checkpointed_attention() -> None:
+    """Its kernel counts as random, so PyTorch's partitioner asks the device for a random state."""
+    model, x = Attention(), torch.randn(8, ROWS, WIDTH)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(WIDTH, WIDTH), model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, self.first(x), use_reentrant=False)
+
+    for budget in ("100%", "min"):
+        told = dtrcompile.plan(
+            Checkpointed(), x, budget=budget, device=DEVICE, autocast=torch.bfloat16
+        )
+        assert told.fits
+        # The parts of what attention reads are not saved.
+        assert told.saved_bytes < 3 * x.numel() * 2
 
 
 def test_an_odd_vocabulary_is_padded_as_on_the_device_and_still_fits() -> None:
