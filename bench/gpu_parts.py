@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.gpu_jobs import Job
-from bench.gpu_rows import ROOT
+from bench.gpu_rows import ROOT, SMALLEST
 from bench.plain_models import PLAIN
 
 ALL = "all"
@@ -32,7 +32,10 @@ _COMPARED = (
     ("plain_llama", "8k"),
     ("plain_gpt", "8k"),
 )
-RIVALS = ("blocks", "selective", "memory_budget 0.3")
+RIVALS = ("blocks", "selective", "memory_budget 0.3", SMALLEST)
+# What users have at a peak that is smaller by a fifth, or at the smallest that they can have.
+_LESS_THAN, _LESS = "blocks", "80% as blocks"
+_SMALLEST_RIVAL = "memory_budget 0.0"
 _MEMORIES = {"cuda": ("24GB", "40GB", "16GB", "80GB"), "cpu": ("8MB", "6MB")}
 _COMPILED = (_FIRST, "plain_llama", "mixture")
 _SEGMENTS = {True: "expandable_segments:True", False: "expandable_segments:False"}
@@ -188,21 +191,33 @@ def _tests(_where: Where) -> Iterator[Job]:
 
 
 def _rivals(where: Where) -> Iterator[Job]:
-    """A process for each rival: that one, dtr at its peak, and plain torch.compile take turns."""
+    """A process for each rival: that one, dtr at its peak, and plain torch.compile take turns; and
+    one for the smallest peaks."""
     for model, named in _COMPARED:
-        for rival in RIVALS:
+        for rival in RIVALS[:-1]:
             if not where.wants(model) or (where.rivals and rival not in where.rivals):
                 continue
             settings = _settings(model, where.scale(named), BF16, rival=rival)
-            names = ("compile", rival, f"dtr as {rival}")
+            budgets = [f"as {rival}", *([_LESS] if rival == _LESS_THAN else [])]
             yield Job(
                 "rivals",
                 settings,
-                names,
-                _against(where, settings, rival),
+                ("compile", rival, *(f"dtr {budget}" for budget in budgets)),
+                _against(where, settings, rival, budgets),
                 _EXPANDABLE,
                 is_alone=False,
                 is_timed=True,
+            )
+    for model, named in _COMPARED:
+        if where.wants(model) and (not where.rivals or SMALLEST in where.rivals):
+            settings = _settings(model, where.scale(named), BF16, rival=SMALLEST)
+            yield Job(
+                "rivals",
+                settings,
+                (_SMALLEST_RIVAL, "dtr min"),
+                _against(where, settings, _SMALLEST_RIVAL, ["min"], is_timed=False),
+                _EXPANDABLE,
+                is_alone=False,
             )
 
 
@@ -210,14 +225,20 @@ _EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": _SEGMENTS[True]}
 
 
 def _against(
-    where: Where, settings: Mapping[str, Any], rival: str
+    where: Where,
+    settings: Mapping[str, Any],
+    rival: str,
+    budgets: Sequence[str],
+    *,
+    is_timed: bool = True,
 ) -> Callable[[Collection[str]], list[str]]:
     method, _, share = rival.partition(" ")
+    methods = f"compile,{method},dtr" if is_timed else f"{method},dtr"
     command = _of_rivals(
         where,
         *(settings[name] for name in ("model", "scale", "dtype")),
-        *("--methods", f"compile,{method},dtr", "--budgets", f"as {rival}"),
-        *("--rounds", "9", "--reference", "none"),
+        *("--methods", methods, "--budgets", ",".join(budgets)),
+        *("--rounds", "9" if is_timed else "0", "--reference", "none"),
     )
     # (Without a share there is no method that takes one.)
     return lambda _measured: [*command, "--shares", share or "0"]

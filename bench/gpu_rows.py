@@ -25,6 +25,8 @@ from bench.elsewhere import is_as_told
 from bench.measure import write_json_line
 from dtrcompile.source_hash import package_hash
 
+SMALLEST = "smallest"
+"""In place of a rival: the smallest peaks are compared, not times at an equal one."""
 PARTS = ("promise", "tests", "rivals", "largest", "compile", "costs")
 """In the order of their worth."""
 
@@ -337,19 +339,26 @@ def _tests(rows: Sequence[Row]) -> Verdict:
 
 
 def _rivals(rows: Sequence[Row]) -> Verdict:
-    """Our step over a rival's, at that one's peak."""
+    """Our step over a rival's, at that one's peak or below, and our smallest peak over theirs."""
     ratios: dict[str, list[float]] = {}
-    for row in rows:
-        rival = str(row.settings["rival"])
-        other = _of_same(row, rows, rival.split()[0])
-        if row.found.get("method") != "dtr" or other is None:
-            continue
-        ours, theirs = row.found.get("step_s"), other.found.get("step_s")
-        if ours and theirs:
-            ratios.setdefault(rival, []).append(ours / theirs)
-    said = [f"{rival} {_span(of, '{:.3f}'.format)}" for rival, of in ratios.items()]
+    smallest: list[float] = []
     ours = [row for row in rows if row.found.get("method") == "dtr"]
-    text = "step at an equal peak, ours over: " + (", ".join(said) or "none was timed")
+    for row in ours:
+        rival = str(row.settings["rival"])
+        is_smallest = rival == SMALLEST
+        other = _of_same(row, rows, "memory_budget" if is_smallest else rival.split()[0])
+        if other is None:
+            continue
+        measure = "peak_bytes" if is_smallest else "step_s"
+        mine, theirs = row.found.get(measure), other.found.get(measure)
+        if mine and theirs:
+            setting = str(row.found["setting"])
+            found = smallest if is_smallest else ratios.setdefault(setting, [])
+            found.append(mine / theirs)
+    said = [f"{setting} {_span(of, '{:.3f}'.format)}" for setting, of in ratios.items()]
+    text = "our step over theirs, with the peak: " + (", ".join(said) or "none was timed")
+    if smallest:
+        text += f"; our smallest peak over theirs {_span(smallest, '{:.3f}'.format)}"
     return Verdict(text, (*_broken(rows, ("dtr",)), *_over(r for r in ours if r.status == "ok")))
 
 

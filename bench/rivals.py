@@ -100,7 +100,7 @@ SOLVERS = ("dp", "greedy", "ilp", "dp_knapsack_sliding_hirschberg")
 SHARES = tuple(f"{tenth / 10}" for tenth in range(9, -1, -1))
 BUDGETS = ("90%", "80%", "70%", "60%", "50%", "40%", "30%", "20%", "min")
 # The measured peak of another method as dtr's budget, such as "as blocks" or "as selective": the
-# two at the same peak.
+# two at the same peak; or a share of it, such as "80% as blocks".
 AS = "as "
 AS_BLOCKS = f"{AS}blocks"
 # A model of few kernels: on a CPU most of the time is a C++ compiler's.
@@ -448,8 +448,9 @@ class _Bench:
 
     def fill(self, row: Row) -> None:
         setting: str | int = row.setting
-        if row.setting.startswith(AS):
-            setting = self.peak_of(row.setting.removeprefix(AS))
+        share, is_as, rival = row.setting.partition(AS)
+        if is_as:
+            setting = self.peak_of(rival) * int(share.rstrip(" %") or 100) // 100
         module, call = compiled_by(row.method, setting, self.model, self.module)
         trainee = Trainee(module, self.inputs, under(row.dtype, self.device, call))
         start = time.perf_counter()

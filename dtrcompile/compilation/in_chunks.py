@@ -12,6 +12,7 @@ longer.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,36 +85,38 @@ class ChunkedSteps:
         if agreed.budget_bytes is not None:
             target_bytes = agreed.budget_bytes - agreed.others.outside_bytes
         start = time.perf_counter()
-        peak_bytes = _peak(found, agreed) - plain.captured.program.constant_bytes
-        least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
-        regions, refused = regions_of(self.joint, least_bytes)
-
-        def least_planned_bytes() -> int:
-            """About what the graph as it is holds at least."""
-            planned_bytes = plain.least_bytes
-            if isinstance(found, InfeasibleBudgetError) or found.budget_bytes is None:
-                # Its schedule may hold far more than the smallest plan does.
-                planned_bytes = max(planned_bytes, _peak(found, agreed))
-            return planned_bytes
-
-        forms = self._forms(regions, least_bytes)
-        step = self._best(plain, least_planned_bytes, forms, target_bytes)
-        outcome = None if step is None else _fitted(step, agreed)
-        elapsed_s = time.perf_counter() - start
-        if isinstance(outcome, Outcome):
-            planning_s, lowering_s = plain.spent_s
-            outcome = replace(
-                _beside(outcome, plain.captured),
-                baseline_measured=_apart(baseline, plain.captured),
-                planning_s=planning_s + elapsed_s - outcome.lowering_s,
-                lowering_s=lowering_s + outcome.lowering_s,
-            )
-        best = found if outcome is None or not _is_better(outcome, found) else outcome
+        search = _Search(plain, baseline, agreed, start)
+        best = found
+        joint, n_in_place = into_gradients(self.joint)
+        if n_in_place and _is_at_floor(found):
+            best = search.better(best, self._in_place(plain, _Form(joint, n_in_place, 0, [])))
+        refused: list[Refused] = []
+        if _is_worth_a_try(best):
+            peak_bytes = _peak(found, agreed) - plain.captured.program.constant_bytes
+            least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
+            refused = regions_of(self.joint, least_bytes)[1]
+            forms = _forms(joint, n_in_place, least_bytes)
+            step = self._best(functools.partial(search.least_bytes, best), forms, target_bytes)
+            best = search.better(best, step)
         if isinstance(best, InfeasibleBudgetError):
             return best.with_advice(f"{best.advice} {self._advice(refused)}".strip())
         if best is found:
-            return replace(best, planning_s=best.planning_s + elapsed_s)
+            return replace(best, planning_s=best.planning_s + time.perf_counter() - start)
         return best
+
+    def _in_place(self, plain: Fitter, form: _Form) -> ChunkedStep | None:
+        """The step whole, with sums in place; None if its smallest plan is hardly smaller.
+
+        It differs by a few operators from the graph as it is, whose loops may write over what they
+        read.  So the two are compared by what was seen of their schedules.
+        """
+        step = self._step(form, 1)
+        if step is None:
+            return None
+        n_bytes = step.fitter.least_lowered_bytes
+        log.debug("with sums in place: about %s at least", format_bytes(n_bytes))
+        is_smaller = n_bytes <= plain.least_lowered_bytes * WORTHWHILE_CHUNKING_SHARE
+        return step if is_smaller else None
 
     def _advice(self, refused: Sequence[Refused]) -> str:
         """What the user can do about a value that stays whole because the model returns it."""
@@ -125,38 +128,14 @@ class ChunkedSteps:
                 )
         return ""
 
-    def _forms(self, regions: list[Region], least_bytes: int) -> Iterator[_Form]:
-        """In the order in which their operators take longer; each is made when it is asked for.
-
-        Args:
-            regions: of the graph as it is.
-            least_bytes: of a value that is computed in chunks.
-        """
-        joint, n_in_place = into_gradients(self.joint)
-        if n_in_place:
-            regions = regions_of(joint, least_bytes)[0]
-        yield _Form(joint, n_in_place, 0, regions)
-        unpadded, n_unpadded = without_padding(joint)
-        if n_unpadded:
-            found = regions_of(unpadded, least_bytes)[0]
-            yield _Form(unpadded, n_in_place, n_unpadded, found)
-
     def _best(
-        self,
-        plain: Fitter,
-        plain_bytes: Callable[[], int],
-        forms: Iterable[_Form],
-        target_bytes: int | None,
+        self, whole_bytes: Callable[[], int], forms: Iterable[_Form], target_bytes: int | None
     ) -> ChunkedStep | None:
         """The first form with the fewest chunks that leaves room for a plan, or else the smallest.
 
-        A form without chunks differs by a few operators from the graph as it is, whose loops may
-        write over what they read.  So the two are compared by what was seen of their schedules.
-
         Args:
-            plain: of the graph as it is.
-            plain_bytes: what the graph as it is holds at least, which takes a search; only asked
-                for if there is a form.
+            whole_bytes: what the graph without chunks holds at least, which takes a search; only
+                asked for if there is a form.
             forms: the cheapest first.
         """
         best: ChunkedStep | None = None
@@ -167,18 +146,13 @@ class ChunkedSteps:
             if step is None:
                 continue
             if best_bytes is None:
-                best_bytes = int(plain_bytes() * WORTHWHILE_CHUNKING_SHARE)
-            if n_chunks == 1:
-                n_bytes = step.fitter.least_lowered_bytes
-                is_smaller = n_bytes <= plain.least_lowered_bytes * WORTHWHILE_CHUNKING_SHARE
-            else:
-                n_bytes = step.fitter.least_bytes
-                is_smaller = n_bytes <= best_bytes
+                best_bytes = int(whole_bytes() * WORTHWHILE_CHUNKING_SHARE)
+            n_bytes = step.fitter.least_bytes
             log.debug(
                 "in %d chunks, %d products without padding: about %s at least",
                 *(n_chunks, form.n_unpadded, format_bytes(n_bytes)),
             )
-            if is_smaller:
+            if n_bytes <= best_bytes:
                 best, best_bytes = step, int(n_bytes * WORTHWHILE_CHUNKING_SHARE)
             if target_bytes is not None and n_bytes <= target_bytes * WORTHWHILE_CHUNKING_SHARE:
                 break
@@ -205,6 +179,63 @@ class ChunkedSteps:
 
 
 @dataclass(frozen=True)
+class _Search:
+    """Compares other forms of a step with what was found for it so far.
+
+    Attributes:
+        plain: of the graph as it is.
+        baseline: what the default split of that one holds.
+        agreed: the limits.
+        start_s: when it began.
+    """
+
+    plain: Fitter
+    baseline: Measured
+    agreed: Limits
+    start_s: float
+
+    def better(
+        self, best: Outcome | InfeasibleBudgetError, step: ChunkedStep | None
+    ) -> Outcome | InfeasibleBudgetError:
+        """The best so far, or another form of the step if that is better."""
+        outcome = None if step is None else _fitted(step, self.agreed)
+        if isinstance(outcome, Outcome):
+            spent_s = time.perf_counter() - self.start_s
+            planning_s, lowering_s = self.plain.spent_s
+            outcome = replace(
+                _beside(outcome, self.plain.captured),
+                baseline_measured=_apart(self.baseline, self.plain.captured),
+                planning_s=planning_s + spent_s - outcome.lowering_s,
+                lowering_s=lowering_s + outcome.lowering_s,
+            )
+        return best if outcome is None or not _is_better(outcome, best) else outcome
+
+    def least_bytes(self, best: Outcome | InfeasibleBudgetError) -> int:
+        """About what the step holds at least without chunks."""
+        if isinstance(best, Outcome) and best.n_in_place and best.budget_bytes is None:
+            return _peak(best, self.agreed)
+        planned_bytes = self.plain.least_bytes
+        if _is_at_floor(best):
+            # Its schedule may hold far more than the smallest plan does.
+            planned_bytes = max(planned_bytes, _peak(best, self.agreed))
+        return planned_bytes
+
+
+def _forms(joint: fx.GraphModule, n_in_place: int, least_bytes: int) -> Iterator[_Form]:
+    """Those with chunks or without padding, in the order in which their operators take longer; each
+    is made when it is asked for.
+
+    Args:
+        joint: with sums in place.
+        least_bytes: of a value that is computed in chunks.
+    """
+    yield _Form(joint, n_in_place, 0, regions_of(joint, least_bytes)[0])
+    unpadded, n_unpadded = without_padding(joint)
+    if n_unpadded:
+        yield _Form(unpadded, n_in_place, n_unpadded, regions_of(unpadded, least_bytes)[0])
+
+
+@dataclass(frozen=True)
 class _Form:
     """The graph of a step, with or without padded operands.
 
@@ -221,8 +252,7 @@ class _Form:
     @property
     def numbers_of_chunks(self) -> tuple[int, ...]:
         """Those to try; 1 is the graph as it is, which needs no trial if nothing was left out."""
-        is_another = self.n_in_place or self.n_unpadded
-        return (*((1,) if is_another else ()), *(CHUNKS if self.regions else ()))
+        return (*((1,) if self.n_unpadded else ()), *(CHUNKS if self.regions else ()))
 
 
 @dataclass
@@ -260,6 +290,11 @@ def _is_worth_a_try(found: Outcome | InfeasibleBudgetError) -> bool:
     if found.is_guess or found.chosen is None:
         return False
     return found.budget_bytes is None or found.stats.overhead > WORTHWHILE_OVERHEAD
+
+
+def _is_at_floor(found: Outcome | InfeasibleBudgetError) -> bool:
+    """Whether what matters is the smallest peak that there is."""
+    return isinstance(found, InfeasibleBudgetError) or found.budget_bytes is None
 
 
 def _peak(found: Outcome | InfeasibleBudgetError, limits: Limits) -> int:
