@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dtrcompile.backend import compile_graph
 from dtrcompile.compilation.probing import ProbedPlan, probing
+from dtrcompile.compilation.segments import reserved_by
 from dtrcompile.elsewhere import HERE, Elsewhere, moved
 from dtrcompile.options import Budget, ObjectsBeside, Options
-from dtrcompile.passes.device.allocators import allocator_of, library_blocks
 from dtrcompile.passes.device.optimizer_step import (
     Request,
     innermost,
@@ -26,9 +26,7 @@ from dtrcompile.passes.device.optimizer_step import (
 )
 from dtrcompile.passes.errors import CaptureError, InfeasibleBudgetError, wrapped_error
 from dtrcompile.passes.fitting.fit import Outcome
-from dtrcompile.passes.fitting.inductor_model import ScheduleSizeModel
-from dtrcompile.passes.fitting.reserved import reserved_bytes
-from dtrcompile.passes.inductor.step import device_of, trace
+from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.target.tracing import not_traced
 
 
@@ -129,28 +127,17 @@ def _reserved_bytes(
     asked: list[tuple[Sequence[Request], Sequence[Request]]] | None = None
     found: list[int | None] = []
     for outcome in outcomes:
-        model = None if isinstance(outcome, InfeasibleBudgetError) else outcome.measured.by_sizes
-        if not isinstance(model, ScheduleSizeModel):
+        if isinstance(outcome, InfeasibleBudgetError):
             found.append(None)
             continue
-        device = device_of(model.lowered.captured)
-        if device.type != "cuda":
-            found.append(None)
-            continue
-        if asked is None:
+        device = device_of(outcome.captured)
+        if asked is None and device.type == "cuda":
             asked = [
                 step_requests(innermost(o), device)
                 for o in optimizers
                 if isinstance(o, torch.optim.Optimizer)
             ]
-        found.append(
-            reserved_bytes(
-                trace(model.lowered),
-                asked,
-                expandable_segments=allocator_of(device).splits_all,
-                library_blocks=library_blocks(device),
-            )
-        )
+        found.append(reserved_by(outcome, asked or ()))
     return found
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from dtrcompile.compilation.in_chunks import ChunkedSteps, Split
 from dtrcompile.compilation.probing import ProbedPlan, is_probing, probed_budgets
+from dtrcompile.compilation.segments import fitted_in_segments
 from dtrcompile.compilation.session import Session, available_bytes, device_of_graph
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.costs import make_cost_model
@@ -176,7 +177,7 @@ def _plan_at_sizes(
             )
     try:
         with showing(f"dtrcompile graph {session.graph}"):
-            outcome = _fitted(session, fitter, chunked)
+            outcome = _planned(session, fitter, chunked)
         session.has_planned(outcome)
     except InfeasibleBudgetError as refusal:
         located = _located(refusal, captured, session)
@@ -194,10 +195,12 @@ def _probed(
 ) -> list[Outcome | InfeasibleBudgetError]:
     """What planning comes to, for each budget that is asked for."""
     found: list[Outcome | InfeasibleBudgetError] = []
+    available_bytes = session.available_bytes
     for budget in probed_budgets() or [session.options.budget]:
         session.options = replace(session.options, budget=budget)
+        session.available_bytes = available_bytes
         try:
-            outcome = _fitted(session, fitter, chunked)
+            outcome = _planned(session, fitter, chunked)
             session.has_planned(outcome)
             found.append(outcome)
         except InfeasibleBudgetError as refusal:
@@ -226,6 +229,11 @@ def _fitter(session: Session, captured: Captured, *, always_emit: bool = False) 
     )
     planner = make_planner(options.planner, **options.planner_options())
     return Fitter(captured, planner, model, always_emit=always_emit or not is_inductor)
+
+
+def _planned(session: Session, fitter: Fitter, chunked: ChunkedSteps | None) -> Outcome:
+    """As `_fitted`, with room for the segments that the allocator takes."""
+    return fitted_in_segments(session, functools.partial(_fitted, session, fitter, chunked))
 
 
 def _fitted(session: Session, fitter: Fitter, chunked: ChunkedSteps | None) -> Outcome:

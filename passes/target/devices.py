@@ -18,7 +18,7 @@ from dtrcompile.passes.errors import OptionError
 
 _GIB = 1 << 30
 # A process's context, with the code of its kernels, is in no allocator's statistics.
-_CONTEXT_BYTES = _GIB // 2
+CONTEXT_BYTES = _GIB // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Target:
     @property
     def available_bytes(self) -> int:
         """What the allocator can get, where nobody else uses the device."""
-        return self.memory_bytes - _CONTEXT_BYTES
+        return self.memory_bytes - CONTEXT_BYTES
 
 
 def _nvidia(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from dtrcompile.cli import main
 from dtrcompile.passes.errors import CaptureError, OptionError
 from dtrcompile.passes.inductor import dry_run, lowering
 from dtrcompile.passes.inductor.dry_run import Wrapper
+from dtrcompile.passes.target.devices import CONTEXT_BYTES, TARGETS
 from dtrcompile.passes.target.workspaces import keeps_workspaces, product_bytes
 from workloads.training import compile_dtr
 
@@ -27,9 +29,9 @@ pytestmark = pytest.mark.inductor
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, n_layers: int = LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(n_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -144,6 +146,25 @@ def test_checkpointed_attention() -> None:
         assert told.fits
         # The parts of what attention reads are not saved.
         assert told.saved_bytes < 3 * x.numel() * 2
+
+
+def test_what_is_free_has_room_for_whole_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = functools.partial(
+        dtrcompile.plan, Net(6), torch.randn(36 * ROWS, WIDTH), device="T4", chunking=False
+    )
+    whole = plan(budget="100%")
+    assert whole.reserved_bytes is not None
+    assert whole.reserved_bytes > 1.1 * whole.peak_bytes
+    # Less than the segments of the step as it is, and more than what it holds.
+    free_bytes = (whole.peak_bytes + whole.reserved_bytes) // 2
+    target = replace(TARGETS["T4"], memory_bytes=free_bytes + CONTEXT_BYTES)
+    monkeypatch.setitem(TARGETS, "T4", target)  # type: ignore[arg-type]
+    told = plan(budget="auto")
+    assert told.reserved_bytes is not None
+    assert told.reserved_bytes <= free_bytes
+    assert told.overhead > 1
+    # What the user gives in bytes is taken at the user's word.
+    assert plan(budget=free_bytes).overhead == 1
 
 
 def test_an_odd_vocabulary_is_padded_as_on_the_device_and_still_fits() -> None:
