@@ -86,11 +86,16 @@ class ChunkedSteps:
             target_bytes = agreed.budget_bytes - agreed.others.outside_bytes
         start = time.perf_counter()
         search = _Search(plain, baseline, agreed, start)
-        best = found
         joint, n_in_place = into_gradients(self.joint)
-        if n_in_place and _is_at_floor(found):
-            best = search.better(best, self._in_place(plain, _Form(joint, n_in_place, 0, [])))
+        in_place = _Form(joint, n_in_place, 0, [])
+        best = found
+        has_tried = not n_in_place
+        if not has_tried and target_bytes is not None and _is_at_floor(found):
+            step = self._in_place(plain, in_place, target_bytes)
+            has_tried = step is not None
+            best = search.better(best, step)
         refused: list[Refused] = []
+        step = None
         if _is_worth_a_try(best):
             peak_bytes = _peak(found, agreed) - plain.captured.program.constant_bytes
             least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
@@ -98,14 +103,16 @@ class ChunkedSteps:
             forms = _forms(joint, n_in_place, least_bytes)
             step = self._best(functools.partial(search.least_bytes, best), forms, target_bytes)
             best = search.better(best, step)
+        if not has_tried and step is None and _is_at_floor(best):
+            best = search.better(best, self._in_place(plain, in_place, None))
         if isinstance(best, InfeasibleBudgetError):
             return best.with_advice(f"{best.advice} {self._advice(refused)}".strip())
         if best is found:
             return replace(best, planning_s=best.planning_s + time.perf_counter() - start)
         return best
 
-    def _in_place(self, plain: Fitter, form: _Form) -> ChunkedStep | None:
-        """The step whole, with sums in place; None if its smallest plan is hardly smaller.
+    def _in_place(self, plain: Fitter, form: _Form, target_bytes: int | None) -> ChunkedStep | None:
+        """The step whole, with sums in place; None if it does not fit, or is hardly smaller.
 
         It differs by a few operators from the graph as it is, whose loops may write over what they
         read.  So the two are compared by what was seen of their schedules.
@@ -115,8 +122,11 @@ class ChunkedSteps:
             return None
         n_bytes = step.fitter.least_lowered_bytes
         log.debug("with sums in place: about %s at least", format_bytes(n_bytes))
-        is_smaller = n_bytes <= plain.least_lowered_bytes * WORTHWHILE_CHUNKING_SHARE
-        return step if is_smaller else None
+        if target_bytes is None:
+            is_worth = n_bytes <= plain.least_lowered_bytes * WORTHWHILE_CHUNKING_SHARE
+        else:
+            is_worth = n_bytes <= target_bytes
+        return step if is_worth else None
 
     def _advice(self, refused: Sequence[Refused]) -> str:
         """What the user can do about a value that stays whole because the model returns it."""
@@ -212,8 +222,6 @@ class _Search:
 
     def least_bytes(self, best: Outcome | InfeasibleBudgetError) -> int:
         """About what the step holds at least without chunks."""
-        if isinstance(best, Outcome) and best.n_in_place and best.budget_bytes is None:
-            return _peak(best, self.agreed)
         planned_bytes = self.plain.least_bytes
         if _is_at_floor(best):
             # Its schedule may hold far more than the smallest plan does.
