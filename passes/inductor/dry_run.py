@@ -152,8 +152,8 @@ def _scattered_in_place(graph: Any, makers: Mapping[str, int]) -> set[int]:
     """
     own: Counter[int] = Counter()
     scatters: dict[int, fx.Node] = {}
-    for buffer in graph.buffers:
-        operator = makers.get(buffer.get_name())
+    for name, buffer in graph.name_to_buffer.items():
+        operator = makers.get(name)
         if operator is None:
             continue
         if not isinstance(buffer.get_output_spec(), MutationLayoutSHOULDREMOVE):
