@@ -86,7 +86,7 @@ class ChunkedSteps:
             target_bytes = agreed.budget_bytes - agreed.others.outside_bytes
         start = time.perf_counter()
         search = _Search(plain, baseline, agreed, start)
-        joint, n_in_place = into_gradients(self.joint)
+        joint, n_in_place = into_gradients(self.joint, LEAST_CHUNKED_BYTES)
         in_place = _Form(joint, n_in_place, 0, [])
         best = found
         has_tried = not n_in_place

@@ -103,7 +103,7 @@ measured."""
 
 LEAST_CHUNKED_BYTES: Final = 4 << 20
 """Smaller values are never computed in chunks: the kernels for their chunks would take longer to
-start than to run.  Not measured."""
+start than to run.  Nor are smaller sums of gradients made in place.  Not measured."""
 
 CHUNKS: Final = (4, 16)
 """Numbers of chunks that are tried, in this order.  On a language model with a vocabulary of 32,000

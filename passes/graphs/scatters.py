@@ -26,18 +26,21 @@ _UNMASKED = (aten.index_put.default, aten._unsafe_index_put.default)
 _EXACT = (torch.float32, torch.float64)
 
 
-def into_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
+def into_gradients(gm: fx.GraphModule, least_bytes: int) -> tuple[fx.GraphModule, int]:
     """The same graph, in which rows are added to gradients instead of to zeros.
+
+    Args:
+        least_bytes: of a gradient for which that is done: it changes how the sum is rounded.
 
     Returns:
         A copy, or ``gm`` itself if it has no such sum, and the number of those that it had.
     """
-    if not any(_terms(node) for node in gm.graph.nodes):
+    if not any(_terms(node, least_bytes) for node in gm.graph.nodes):
         return gm, 0
     copy = copied_module(gm)
     count = 0
     for node in list(copy.graph.nodes):
-        terms = _terms(node)
+        terms = _terms(node, least_bytes)
         if terms is not None:
             _add_in_place(copy.graph, node, *terms)
             count += 1
@@ -46,9 +49,9 @@ def into_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
     return copy, count
 
 
-def _terms(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _terms(total: fx.Node, least_bytes: int) -> tuple[fx.Node, fx.Node] | None:
     """A gradient and what is scattered into zeros, of which a node is the sum; else None."""
-    if total.target is not _ADD or total.kwargs:
+    if total.target is not _ADD or total.kwargs or not _has_bytes(total, least_bytes):
         return None
     for gradient, scatter in (total.args, total.args[::-1]):
         if not (isinstance(gradient, fx.Node) and isinstance(scatter, fx.Node)):
@@ -56,6 +59,13 @@ def _terms(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         if _adds_to_zeros(scatter) and _is_used_once(gradient) and _are_alike(gradient, scatter):
             return gradient, scatter
     return None
+
+
+def _has_bytes(node: fx.Node, least_bytes: int) -> bool:
+    found = value(node)
+    if not isinstance(found, torch.Tensor) or not isinstance(found.numel(), int):
+        return False
+    return found.numel() * found.element_size() >= least_bytes
 
 
 def _adds_to_zeros(node: fx.Node) -> bool:

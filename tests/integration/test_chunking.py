@@ -188,7 +188,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(8 * WORDS, WIDTH)
+        self.embedding = nn.Embedding(32 * WORDS, WIDTH)
         self.hidden = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class Tied(nn.Module):
 def test_the_gradient_of_a_tied_weight_is_added_up_in_place() -> None:
     torch.manual_seed(0)
     model = Tied()
-    inputs = torch.randint(8 * WORDS, (4,)), torch.randint(8 * WORDS, (4,))
+    inputs = torch.randint(32 * WORDS, (4,)), torch.randint(32 * WORDS, (4,))
     weight_bytes = model.embedding.weight.numel() * 4
     expected = gradients(torch.compile(model), inputs)
     peaks = {}

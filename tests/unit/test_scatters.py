@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtrcompile.passes.graphs.scatters import into_gradients
 
 WORDS, WIDTH, ROWS = 11, 3, 7
+GRADIENT_BYTES = WORDS * WIDTH * 4
 aten = torch.ops.aten
 Function = Callable[..., object]
 DECOMPOSED = get_decompositions([aten.embedding_dense_backward, aten.new_zeros])
@@ -75,7 +76,7 @@ def used_three_times(g: Tensor, at: Tensor, rows: Tensor) -> Tensor:
 def test_the_same_sum_without_zeros(function: Function, n_sums: int) -> None:
     given = inputs()
     gm = traced(function, *given)
-    found, count = into_gradients(gm)
+    found, count = into_gradients(gm, GRADIENT_BYTES)
     assert count == n_sums
     targets = {node.target for node in found.graph.nodes}
     assert aten.add.Tensor not in targets
@@ -131,10 +132,15 @@ def broadcast(g: Tensor, at: Tensor, rows: Tensor) -> Tensor:
 )
 def test_what_is_something_else_stays(function: Function) -> None:
     gm = traced(function, *inputs())
-    assert into_gradients(gm) == (gm, 0)
+    assert into_gradients(gm, GRADIENT_BYTES) == (gm, 0)
+
+
+def test_small_gradients_are_rounded_as_they_were() -> None:
+    gm = traced(scattered_to_the_right, *inputs())
+    assert into_gradients(gm, GRADIENT_BYTES + 1) == (gm, 0)
 
 
 def test_short_types_are_summed_apart() -> None:
     """Small rows that are added to a large gradient one by one would be rounded away."""
     gm = traced(scattered_to_the_right, *inputs(torch.bfloat16))
-    assert into_gradients(gm) == (gm, 0)
+    assert into_gradients(gm, 0) == (gm, 0)
