@@ -85,13 +85,12 @@ class ChunkedSteps:
         if agreed.budget_bytes is not None:
             target_bytes = agreed.budget_bytes - agreed.others.outside_bytes
         start = time.perf_counter()
-        search = _Search(plain, baseline, agreed, start)
-        joint, n_in_place = into_gradients(self.joint, LEAST_CHUNKED_BYTES)
-        in_place = _Form(joint, n_in_place, 0, [])
+        joint, n_in_place = self._with_sums_in_place
+        search = _Search(plain, baseline, agreed, n_in_place, start)
         best = found
         has_tried = not n_in_place
         if not has_tried and target_bytes is not None and _is_at_floor(found):
-            step = self._in_place(plain, in_place, target_bytes)
+            step = self._in_place(plain, target_bytes)
             has_tried = step is not None
             best = search.better(best, step)
         refused: list[Refused] = []
@@ -99,25 +98,30 @@ class ChunkedSteps:
         if _is_worth_a_try(best):
             peak_bytes = _peak(found, agreed) - plain.captured.program.constant_bytes
             least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
-            refused = regions_of(self.joint, least_bytes)[1]
-            forms = _forms(joint, n_in_place, least_bytes)
+            regions, refused = regions_of(joint, least_bytes)
+            forms = self._forms(regions, least_bytes)
             step = self._best(functools.partial(search.least_bytes, best), forms, target_bytes)
             best = search.better(best, step)
         if not has_tried and step is None and _is_at_floor(best):
-            best = search.better(best, self._in_place(plain, in_place, None))
+            best = search.better(best, self._in_place(plain, None))
         if isinstance(best, InfeasibleBudgetError):
             return best.with_advice(f"{best.advice} {self._advice(refused)}".strip())
         if best is found:
             return replace(best, planning_s=best.planning_s + time.perf_counter() - start)
         return best
 
-    def _in_place(self, plain: Fitter, form: _Form, target_bytes: int | None) -> ChunkedStep | None:
+    @functools.cached_property
+    def _with_sums_in_place(self) -> tuple[fx.GraphModule, int]:
+        """What all forms are made of, and how many sums are in place in it."""
+        return into_gradients(self.joint, LEAST_CHUNKED_BYTES)
+
+    def _in_place(self, plain: Fitter, target_bytes: int | None) -> ChunkedStep | None:
         """The step whole, with sums in place; None if it does not fit, or is hardly smaller.
 
         It differs by a few operators from the graph as it is, whose loops may write over what they
         read.  So the two are compared by what was seen of their schedules.
         """
-        step = self._step(form, 1)
+        step = self._step(_Form(self._with_sums_in_place[0], 0, []), 1)
         if step is None:
             return None
         n_bytes = step.fitter.least_lowered_bytes
@@ -130,13 +134,26 @@ class ChunkedSteps:
 
     def _advice(self, refused: Sequence[Refused]) -> str:
         """What the user can do about a value that stays whole because the model returns it."""
-        returned = output_arguments(self.joint)[: self.n_outputs]
+        returned = output_arguments(self._with_sums_in_place[0])[: self.n_outputs]
         for refusal in refused:
             if refusal.whole in returned:
                 return _RETURNED.format(
                     format_bytes(bytes_of(refusal.seed)), _located(refusal.seed)
                 )
         return ""
+
+    def _forms(self, regions: list[Region], least_bytes: int) -> Iterator[_Form]:
+        """In the order in which their operators take longer; each is made when it is asked for.
+
+        Args:
+            regions: of the graph with sums in place.
+            least_bytes: of a value that is computed in chunks.
+        """
+        joint = self._with_sums_in_place[0]
+        yield _Form(joint, 0, regions)
+        unpadded, n_unpadded = without_padding(joint)
+        if n_unpadded:
+            yield _Form(unpadded, n_unpadded, regions_of(unpadded, least_bytes)[0])
 
     def _best(
         self, whole_bytes: Callable[[], int], forms: Iterable[_Form], target_bytes: int | None
@@ -173,7 +190,6 @@ class ChunkedSteps:
         if n_chunks * sum(len(region.nodes) for region in form.regions) > MAX_CHUNKED_OPERATORS:
             return None
         key = tuple(region.seed.name for region in form.regions), n_chunks, form.n_unpadded
-        # (Sums are in place in all forms or in none.)
         if key not in self._made:
             cuts = [(r, min(n_chunks, r.n_rows)) for r in form.regions if n_chunks > 1]
             # (PyTorch's partitioner writes into the graph that it splits.)
@@ -182,9 +198,7 @@ class ChunkedSteps:
             if graph is not None:
                 captured = self.capture(*self.split(graph))
                 texts = tuple(_told(region, n) for region, n in cuts)
-                self._made[key] = ChunkedStep(
-                    self.make_fitter(captured), texts, form.n_in_place, form.n_unpadded
-                )
+                self._made[key] = ChunkedStep(self.make_fitter(captured), texts, form.n_unpadded)
         return self._made[key]
 
 
@@ -196,12 +210,14 @@ class _Search:
         plain: of the graph as it is.
         baseline: what the default split of that one holds.
         agreed: the limits.
+        n_in_place: as in `Outcome`, of all other forms.
         start_s: when it began.
     """
 
     plain: Fitter
     baseline: Measured
     agreed: Limits
+    n_in_place: int
     start_s: float
 
     def better(
@@ -214,6 +230,7 @@ class _Search:
             planning_s, lowering_s = self.plain.spent_s
             outcome = replace(
                 _beside(outcome, self.plain.captured),
+                n_in_place=self.n_in_place,
                 baseline_measured=_apart(self.baseline, self.plain.captured),
                 planning_s=planning_s + spent_s - outcome.lowering_s,
                 lowering_s=lowering_s + outcome.lowering_s,
@@ -229,31 +246,16 @@ class _Search:
         return planned_bytes
 
 
-def _forms(joint: fx.GraphModule, n_in_place: int, least_bytes: int) -> Iterator[_Form]:
-    """Those with chunks or without padding, in the order in which their operators take longer; each
-    is made when it is asked for.
-
-    Args:
-        joint: with sums in place.
-        least_bytes: of a value that is computed in chunks.
-    """
-    yield _Form(joint, n_in_place, 0, regions_of(joint, least_bytes)[0])
-    unpadded, n_unpadded = without_padding(joint)
-    if n_unpadded:
-        yield _Form(unpadded, n_in_place, n_unpadded, regions_of(unpadded, least_bytes)[0])
-
-
 @dataclass(frozen=True)
 class _Form:
     """The graph of a step, with or without padded operands.
 
     Attributes:
-        n_in_place, n_unpadded: as in `Outcome`.
+        n_unpadded: as in `Outcome`.
         regions: of the graph, which can be computed in chunks.
     """
 
     graph: fx.GraphModule
-    n_in_place: int
     n_unpadded: int
     regions: list[Region]
 
@@ -269,12 +271,11 @@ class ChunkedStep:
 
     Attributes:
         texts: what is computed so, for the report.
-        n_in_place, n_unpadded: as in `Outcome`.
+        n_unpadded: as in `Outcome`.
     """
 
     fitter: Fitter
     texts: tuple[str, ...]
-    n_in_place: int
     n_unpadded: int
 
 
@@ -317,9 +318,7 @@ def _fitted(step: ChunkedStep, limits: Limits) -> Outcome | InfeasibleBudgetErro
     found: Outcome | InfeasibleBudgetError
     try:
         fitted = step.fitter.fit(lambda _: limits)
-        found = replace(
-            fitted, chunks=step.texts, n_in_place=step.n_in_place, n_unpadded=step.n_unpadded
-        )
+        found = replace(fitted, chunks=step.texts, n_unpadded=step.n_unpadded)
     except InfeasibleBudgetError as refusal:
         found = refusal
     return None if step.fitter.is_reordered else found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -72,3 +73,14 @@ def module_like(
         if hasattr(gm, name):
             setattr(module, name, getattr(gm, name))
     return module
+
+
+def call_like(
+    graph: fx.Graph, like: fx.Node, target: Any, args: Sequence[Any], **kwargs: Any
+) -> fx.Node:
+    """A call that stands for another node of the graph, with what is noted of that one."""
+    made = graph.call_function(target, tuple(args), kwargs)
+    values = fx.map_arg(tuple(args), lambda node: node.meta["val"])
+    made.meta = {**like.meta, "val": target(*values, **kwargs)}
+    made.meta.pop("tensor_meta", None)
+    return made

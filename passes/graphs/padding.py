@@ -13,12 +13,11 @@ operands: what is added to a sum along the inner dimension is zero times zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from dtrcompile.passes.graphs.modules import copied_module
+from dtrcompile.passes.graphs.modules import call_like, copied_module
 
 aten = torch.ops.aten
 # Each with the places of its two factors; what comes before them is added to their product.
@@ -67,7 +66,7 @@ def _take_back(graph: fx.Graph, product: fx.Node) -> bool:
             args[place] = source
         if places[0] > 0:
             args[0] = _cut_addend(graph, product, rows=rows, columns=columns)
-        made = _call(graph, product, product.target, args, **product.kwargs)
+        made = call_like(graph, product, product.target, args, **product.kwargs)
     for cut in cuts:
         cut.replace_all_uses_with(made)
     return True
@@ -124,16 +123,7 @@ def _cut_addend(graph: fx.Graph, product: fx.Node, *, rows: int, columns: int) -
         # (One of a single row or column is added to all.)
         if excess and len(shape) >= -dim and shape[dim] > 1:
             size = int(product.meta["val"].shape[dim]) - excess
-            addend = _call(graph, addend, aten.slice.Tensor, (addend, len(shape) + dim, 0, size))
+            addend = call_like(
+                graph, addend, aten.slice.Tensor, (addend, len(shape) + dim, 0, size)
+            )
     return addend
-
-
-def _call(
-    graph: fx.Graph, like: fx.Node, target: Any, args: Sequence[Any], **kwargs: Any
-) -> fx.Node:
-    """A call that stands for another node of the graph, with what is noted of that one."""
-    made = graph.call_function(target, tuple(args), kwargs)
-    values = fx.map_arg(tuple(args), lambda node: node.meta["val"])
-    made.meta = {**like.meta, "val": target(*values, **kwargs)}
-    made.meta.pop("tensor_meta", None)
-    return made

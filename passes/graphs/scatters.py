@@ -10,12 +10,11 @@ tensor less, and one pass over it.  The terms are the same; only the order of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from dtrcompile.passes.graphs.modules import copied_module
+from dtrcompile.passes.graphs.modules import call_like, copied_module
 from dtrcompile.passes.nodes import value
 
 aten = torch.ops.aten
@@ -51,21 +50,16 @@ def into_gradients(gm: fx.GraphModule, least_bytes: int) -> tuple[fx.GraphModule
 
 def _terms(total: fx.Node, least_bytes: int) -> tuple[fx.Node, fx.Node] | None:
     """A gradient and what is scattered into zeros, of which a node is the sum; else None."""
-    if total.target is not _ADD or total.kwargs or not _has_bytes(total, least_bytes):
+    if total.target is not _ADD or total.kwargs:
         return None
     for gradient, scatter in (total.args, total.args[::-1]):
         if not (isinstance(gradient, fx.Node) and isinstance(scatter, fx.Node)):
             return None
-        if _adds_to_zeros(scatter) and _is_used_once(gradient) and _are_alike(gradient, scatter):
+        if not _adds_to_zeros(scatter) or not _is_used_once(gradient):
+            continue
+        if _are_alike(gradient, scatter, least_bytes):
             return gradient, scatter
     return None
-
-
-def _has_bytes(node: fx.Node, least_bytes: int) -> bool:
-    found = value(node)
-    if not isinstance(found, torch.Tensor) or not isinstance(found.numel(), int):
-        return False
-    return found.numel() * found.element_size() >= least_bytes
 
 
 def _adds_to_zeros(node: fx.Node) -> bool:
@@ -86,7 +80,7 @@ def _is_used_once(node: fx.Node) -> bool:
     return len(node.users) == 1 and node.op == "call_function"
 
 
-def _are_alike(gradient: fx.Node, scatter: fx.Node) -> bool:
+def _are_alike(gradient: fx.Node, scatter: fx.Node, least_bytes: int) -> bool:
     ours, theirs = value(gradient), value(scatter)
     return (
         isinstance(ours, torch.Tensor)
@@ -96,6 +90,7 @@ def _are_alike(gradient: fx.Node, scatter: fx.Node) -> bool:
         and ours.device == theirs.device
         and all(isinstance(size, int) for size in (*ours.shape, *theirs.shape))
         and ours.shape == theirs.shape
+        and ours.numel() * ours.element_size() >= least_bytes
     )
 
 
@@ -107,7 +102,7 @@ def _add_in_place(graph: fx.Graph, total: fx.Node, gradient: fx.Node, scatter: f
     """
     with graph.inserting_before(total):
         if scatter.target is not _MASKED:
-            made = _call(graph, total, scatter.target, (gradient, *scatter.args[1:]))
+            made = call_like(graph, total, scatter.target, (gradient, *scatter.args[1:]))
         else:
             _, mask, indices, rows = scatter.args
             assert isinstance(indices, Sequence)
@@ -118,15 +113,15 @@ def _add_in_place(graph: fx.Graph, total: fx.Node, gradient: fx.Node, scatter: f
             ]
             kept = _or_zero(graph, scatter, mask, rows)
             scattered = (gradient, inside, kept, True)
-            made = _call(graph, total, aten._unsafe_index_put.default, scattered)
+            made = call_like(graph, total, aten._unsafe_index_put.default, scattered)
     total.replace_all_uses_with(made)
     graph.erase_node(total)
 
 
 def _clamped(graph: fx.Graph, like: fx.Node, index: object, size: int) -> fx.Node:
     """An index that is inside also where the mask leaves its row out."""
-    at_least = _call(graph, like, aten.clamp_min.default, (index, -size))
-    return _call(graph, like, aten.clamp_max.default, (at_least, size - 1))
+    at_least = call_like(graph, like, aten.clamp_min.default, (index, -size))
+    return call_like(graph, like, aten.clamp_max.default, (at_least, size - 1))
 
 
 def _or_zero(graph: fx.Graph, like: fx.Node, mask: object, rows: object) -> fx.Node:
@@ -138,23 +133,12 @@ def _or_zero(graph: fx.Graph, like: fx.Node, mask: object, rows: object) -> fx.N
         ([], 0),
         {"dtype": of_rows.dtype, "device": of_rows.device, "pin_memory": False},
     )
-    zero = _made(like, zero, of_rows.new_zeros(()))
-    return _call(graph, like, aten.where.self, (mask, rows, zero))
+    zero.meta = {**like.meta, "val": of_rows.new_zeros(())}
+    zero.meta.pop("tensor_meta", None)
+    return call_like(graph, like, aten.where.self, (mask, rows, zero))
 
 
 def _tensor(node: fx.Node) -> torch.Tensor:
     found = value(node)
     assert isinstance(found, torch.Tensor)
     return found
-
-
-def _call(graph: fx.Graph, like: fx.Node, target: Any, args: Sequence[Any]) -> fx.Node:
-    """A call that stands for another node of the graph, with what is noted of that one."""
-    given = fx.map_arg(tuple(args), lambda node: node.meta["val"])
-    return _made(like, graph.call_function(target, tuple(args)), target(*given))
-
-
-def _made(like: fx.Node, node: fx.Node, found: torch.Tensor) -> fx.Node:
-    node.meta = {**like.meta, "val": found}
-    node.meta.pop("tensor_meta", None)
-    return node
