@@ -158,6 +158,10 @@ from torch._inductor.utils import (
 )
 from torch._inductor.virtualized import V
 
+# --- Triton's kernels -----------------------------------------------------------------------------
+from torch._inductor.runtime.benchmarking import InductorBenchmarker
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
 # --- C++ kernels ----------------------------------------------------------------------------------
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 from torch._inductor.codecache import CppPythonBindingsCodeCache

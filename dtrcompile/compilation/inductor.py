@@ -204,6 +204,8 @@ def _inner_compile(
     identity = f"{marks} {donated_indices()}"
     with applied(Purpose.EVERY_COMPILATION), as_planned, _asking_for(identity):
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+    if session.outcome is not None and not session.outcome.is_guess:
+        choose_in_first_run(compiled)
     is_backward = bool(kwargs.get("is_backward", False))
     if not session.options.verify:
         session.leave_unverified("the option 'verify' is off")
@@ -213,6 +215,26 @@ def _inner_compile(
     else:
         session.leave_unverified("Inductor returned no Python wrapper that could be run")
     return compiled
+
+
+def choose_in_first_run(compiled: Any) -> None:
+    """What a graph is called for first on CUDA chooses block sizes for the later ones.
+
+    (Code that PyTorch's cache loads comes with what was chosen.)
+    """
+    if not isinstance(compiled, CompiledFxGraph) or "cuda" not in compiled.device_types:
+        return
+    call = compiled.current_callable
+    assert call is not None
+
+    def first(inputs: Sequence[Any]) -> Any:
+        with applied(Purpose.FIRST_RUN):
+            outputs = call(inputs)
+        if compiled.current_callable is first:
+            compiled.current_callable = call
+        return outputs
+
+    compiled.current_callable = first
 
 
 def _check_final(

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from dtrcompile.passes.inductor.block_sizes import benchmark_without_buffer, copy_below_peak
 from dtrcompile.passes.inductor.bug_fixes import recompute_and_rename
 from dtrcompile.passes.inductor.dry_run import codegen_names_only, stop_before_compiling
 from dtrcompile.passes.inductor.dtype_rules import make_rules_once
@@ -43,9 +44,11 @@ from dtrcompile.passes.inductor.strides import stride
 from dtrcompile.passes.torch_private import (
     AllocateLine,
     AsyncCompile,
+    CachingAutotuner,
     CppScheduling,
     DtypePropagationOpsHandler,
     GraphLowering,
+    InductorBenchmarker,
     InductorChoices,
     SchedulerNode,
     V,
@@ -59,12 +62,13 @@ class Purpose(enum.Enum):
 
     EVERY_COMPILATION: while any graph of ours is lowered or compiled, or its code loaded.  DRY_RUN:
     while a graph is lowered only to read its wrapper.  PLAN: while a plan's graph is lowered or
-    compiled.
+    compiled.  FIRST_RUN: while a compiled graph runs for the first time.
     """
 
     EVERY_COMPILATION = enum.auto()
     DRY_RUN = enum.auto()
     PLAN = enum.auto()
+    FIRST_RUN = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class Patch:
 
 
 _KERNELS_UNTIL = "Inductor compiles the kernels of a wrapper in one run of the compiler"
+_TUNING_UNTIL = "Inductor chooses block sizes without raising the peak of a step"
 _PLAN_UNTIL = "Inductor takes an order of its kernels from outside (a schedule as an input)"
 
 PATCHES: tuple[Patch, ...] = (
@@ -302,6 +307,36 @@ PATCHES: tuple[Patch, ...] = (
             "2.13": "7d0b6a908cee",
             "2.14": "7d0b6a908cee",
             "2.15": "7d0b6a908cee",
+        },
+    ),
+    Patch(
+        InductorBenchmarker,
+        "benchmark_gpu",
+        benchmark_without_buffer,
+        Purpose.FIRST_RUN,
+        "a buffer of the size of the L2 cache would be allocated beside what the first step holds",
+        _TUNING_UNTIL,
+        {
+            "2.11": "abfef43b3de7",
+            "2.12": "abfef43b3de7",
+            "2.13": "8b7a84380570",
+            "2.14": "c446a662ccbc",
+            "2.15": "c446a662ccbc",
+        },
+    ),
+    Patch(
+        CachingAutotuner,
+        "copy_args_to_cpu_if_needed",
+        copy_below_peak,
+        Purpose.FIRST_RUN,
+        "what a kernel of forward writes over would be copied beside what the first step holds",
+        _TUNING_UNTIL,
+        {
+            "2.11": "5dc2b92f5e8f",
+            "2.12": "b9ddd1a033d5",
+            "2.13": "14a0e341b4fc",
+            "2.14": "e4f86c91a543",
+            "2.15": "e4f86c91a543",
         },
     ),
 )
