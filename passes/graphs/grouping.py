@@ -31,6 +31,7 @@ from dtrcompile.passes.nodes import (
     is_mutating,
     is_sequence,
     is_tensor,
+    mutated_arguments,
     numel,
     packet,
     tensor_values,
@@ -41,6 +42,8 @@ from dtrcompile.passes.torch_private import OpOverload
 # A cluster that reads so many values is run when it can be, if that frees memory: as many as
 # Inductor itself lets a value read before it computes it once (``config.realize_reads_threshold``).
 _MANY_READS = 4
+# The part of a value that may be read beside what it is computed from: the mean of each row, say.
+_STATISTICS_DIVISOR = 16
 # A sum whose terms come one after the other, with kernels between, takes each when it comes.
 _TERMS = 2
 _ADD = torch.ops.aten.add
@@ -81,6 +84,12 @@ class _Loads:
 
     def __init__(self, split: Split) -> None:
         self.split = split
+        self.written = {
+            split.owner(n)
+            for call in split.calls
+            if is_mutating(call)
+            for n in mutated_arguments(call)
+        }
 
     def of(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         """Owners of what ``node`` reads, and what it computes itself where it needs it.
@@ -117,6 +126,29 @@ class _Loads:
             and torch.Tag.pointwise in target.tags
             and _loop_numel(source) > _loop_numel(reader)
         )
+
+    def is_cheaper_inside(self, source: fx.Node) -> bool:
+        """Whether a loop of another cluster computes the elements of ``source`` that it reads.
+
+        It does where what they are computed from has no more bytes: normalized values, say, or the
+        exponential of a half-precision value.  Inductor does so too, where it may choose.
+        """
+        split = self.split
+        target = source.target
+        if (
+            split.roles.get(source) is not Role.FUSED
+            or not is_tensor(source)
+            or not isinstance(target, OpOverload)
+            or torch.Tag.pointwise not in target.tags
+            or not _loads_cost_most(source)
+        ):
+            return False
+        read = [n for n in self.of(source)[0] if is_tensor(n) and not self.is_generator(n)]
+        if not self.written.isdisjoint(read):
+            return False  # a later loop would read the new value
+        read_bytes = sum(allocated_bytes(n, split.same_value) for n in read)
+        value_bytes = allocated_bytes(source, split.same_value)
+        return read_bytes <= value_bytes + value_bytes // _STATISTICS_DIVISOR
 
     def is_generator(self, node: fx.Node) -> bool:
         """A loop that reads no tensor (full, arange): written into each loop that reads it."""
@@ -291,6 +323,14 @@ class _Clustering:
         return freed_bytes <= allocated_bytes(source, self.split.same_value)
 
 
+def _loads_cost_most(node: fx.Node) -> bool:
+    """Whether the time of a loop over a value is that of its loads and stores.
+
+    On a CPU, exponentials take longer, and Inductor computes them once.
+    """
+    return bool(node.meta["val"].device.type != "cpu")
+
+
 def _last_reads(split: Split) -> dict[fx.Node, int]:
     """For each computed value that owns memory, where it is read last."""
     last_read: dict[fx.Node, int] = {}
@@ -350,14 +390,23 @@ def _materialized(
 ) -> AbstractSet[fx.Node]:
     """FUSED and ITEM nodes whose value gets a storage."""
     materialized = {source for n in split.results if (source := split.owner(n)) in clusters}
-    for node in split.calls:
-        kind = split.roles[node]
-        if kind is Role.VIEW or kind is Role.ITEM:
-            continue
-        for source in loads.of(node)[0]:
-            is_in_memory = source in clusters and clusters.get(node) != clusters[source]
-            is_in_the_loop = kind is Role.FUSED and loads.is_generator(source)
-            if is_in_memory and is_tensor(source) and not is_in_the_loop:
+    calls = [n for n in split.calls if split.roles[n] not in (Role.VIEW, Role.ITEM)]
+    # Kernels first: what is in memory for them is in memory for loops too.
+    for node in sorted(calls, key=lambda n: split.roles[n] is Role.FUSED):
+        is_loop = split.roles[node] is Role.FUSED
+        stack, seen = loads.of(node)[0], set[fx.Node]()
+        while stack:
+            source = stack.pop()
+            if source in seen or source not in clusters:
+                continue
+            seen.add(source)
+            if clusters.get(node) == clusters[source]:
+                continue
+            if not is_tensor(source) or (is_loop and loads.is_generator(source)):
+                continue
+            if is_loop and source not in materialized and loads.is_cheaper_inside(source):
+                stack.extend(loads.of(source)[0])
+            else:
                 materialized.add(source)
     return materialized
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dtrcompile
+from dtrcompile.passes.graphs import grouping
 from tests.integration.scenarios import BATCH, SCENARIOS, WIDTH, Against, UNet, batch, layers
 from workloads.training import (
     UNBUDGETED,
@@ -74,6 +75,36 @@ def test_half_the_memory_changes_no_bit(name: str) -> None:
         lambda budget: observe_dtr(SCENARIOS[name].run, budget), "50%"
     )
     assert_bitwise(observed, expected)
+
+
+# Those that read cheap values in several loops, draw, or write.
+_INSIDE_FIRST = (
+    "attention_with_dropout",
+    "bf16_autocast",
+    "in_place_updates",
+    "input_mutation_that_gradients_need",
+    "language_model_loss",
+    "normalizations",
+    "regions_with_dropout",
+    "unrolled_lstm",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in _INSIDE_FIRST else pytest.param(name, marks=pytest.mark.sweep)
+        for name in SCENARIOS
+    ],
+    scope="module",
+)
+def test_values_that_loops_compute_inside_change_no_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; the executor runs the nodes of each loop one by one."""
+    expected = unbudgeted(name)
+    monkeypatch.setattr(grouping, "_loads_cost_most", lambda _node: True)
+    assert_bitwise(observe_dtr(SCENARIOS[name].run, "min"), expected)
 
 
 TOLERANCE = {Against.CLOSE: (1e-4, 1e-4), Against.LOOSE: (5e-2, 5e-2)}
