@@ -38,6 +38,7 @@ from dtrcompile.passes.graphs.modules import copied_module, output_arguments
 from dtrcompile.passes.graphs.padding import without_padding
 from dtrcompile.passes.graphs.scatters import into_gradients
 from dtrcompile.passes.graphs.sources import place_of
+from dtrcompile.passes.planning.planners import lower_bound_bytes
 
 log = logging.getLogger("dtrcompile")
 
@@ -100,7 +101,9 @@ class ChunkedSteps:
             least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
             regions, refused = regions_of(joint, least_bytes)
             forms = self._forms(regions, least_bytes)
-            step = self._best(functools.partial(search.least_bytes, best), forms, target_bytes)
+            step = self._best(
+                _Whole(plain, _peak(best, agreed), _is_at_floor(best)), forms, target_bytes
+            )
             best = search.better(best, step)
         if not has_tried and step is None and _is_at_floor(best):
             best = search.better(best, self._in_place(plain, None))
@@ -156,13 +159,14 @@ class ChunkedSteps:
             yield _Form(unpadded, n_unpadded, regions_of(unpadded, least_bytes)[0])
 
     def _best(
-        self, whole_bytes: Callable[[], int], forms: Iterable[_Form], target_bytes: int | None
+        self, whole: _Whole, forms: Iterable[_Form], target_bytes: int | None
     ) -> ChunkedStep | None:
         """The first form with the fewest chunks that leaves room for a plan, or else the smallest.
 
+        To see that there is room takes one plan; to find out what a form holds at least takes a
+        search, the longest part of all.
+
         Args:
-            whole_bytes: what the graph without chunks holds at least, which takes a search; only
-                asked for if there is a form.
             forms: the cheapest first.
         """
         best: ChunkedStep | None = None
@@ -172,8 +176,15 @@ class ChunkedSteps:
             step = self._step(form, n_chunks)
             if step is None:
                 continue
+            if target_bytes is not None:
+                room_bytes = int(min(whole.bound_bytes, target_bytes) * WORTHWHILE_CHUNKING_SHARE)
+                if best_bytes is not None:
+                    room_bytes = min(room_bytes, best_bytes)
+                if step.fitter.has_plan_within(room_bytes):
+                    log.debug("in %d chunks: at most %s", n_chunks, format_bytes(room_bytes))
+                    return step
             if best_bytes is None:
-                best_bytes = int(whole_bytes() * WORTHWHILE_CHUNKING_SHARE)
+                best_bytes = int(whole.least_bytes * WORTHWHILE_CHUNKING_SHARE)
             n_bytes = step.fitter.least_bytes
             log.debug(
                 "in %d chunks, %d products without padding: about %s at least",
@@ -237,13 +248,33 @@ class _Search:
             )
         return best if outcome is None or not _is_better(outcome, best) else outcome
 
-    def least_bytes(self, best: Outcome | InfeasibleBudgetError) -> int:
-        """About what the step holds at least without chunks."""
-        planned_bytes = self.plain.least_bytes
-        if _is_at_floor(best):
-            # Its schedule may hold far more than the smallest plan does.
-            planned_bytes = max(planned_bytes, _peak(best, self.agreed))
-        return planned_bytes
+
+@dataclass(frozen=True)
+class _Whole:
+    """The graph of a step without chunks.
+
+    Attributes:
+        peak_bytes: what it holds, by what was found for it.
+        is_at_floor: that is the smallest peak that was found.
+    """
+
+    fitter: Fitter
+    peak_bytes: int
+    is_at_floor: bool
+
+    @property
+    def least_bytes(self) -> int:
+        """About what it holds at least."""
+        return self._at_least(self.fitter.least_bytes)
+
+    @property
+    def bound_bytes(self) -> int:
+        """It holds no less than this, which takes no search."""
+        return self._at_least(lower_bound_bytes(self.fitter.captured.program))
+
+    def _at_least(self, planned_bytes: int) -> int:
+        # Its schedule may hold far more than the smallest plan does.
+        return max(planned_bytes, self.peak_bytes) if self.is_at_floor else planned_bytes
 
 
 @dataclass(frozen=True)

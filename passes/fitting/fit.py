@@ -381,9 +381,16 @@ class Fitter:
         """About the smallest peak that a plan can have, without measuring anything."""
         return self._fit.least_planned_bytes()
 
+    def has_plan_within(self, budget_bytes: int) -> bool:
+        """Whether one look finds a plan of so much, where `least_bytes` searches for the smallest.
+
+        Nothing is measured.  If not, there may be one all the same.
+        """
+        return self._fit.has_plan_within(budget_bytes)
+
     @functools.cached_property
     def least_lowered_bytes(self) -> int:
-        """The same, as far as the default split's schedule tells; it is measured for that."""
+        """As `least_bytes`, by what the default split was seen to hold; it is measured for that."""
         return self._fit.least_lowered_bytes()
 
 
@@ -647,6 +654,19 @@ class _Fit:
             plan = minimum_plan(self.program, self.planner.for_minimum())
         self.planning_s += time.perf_counter() - start
         return replay(self.program, plan)[1].peak_bytes
+
+    def has_plan_within(self, budget_bytes: int) -> bool:
+        """Whether a plan of these graphs alone is found at once."""
+        start = time.perf_counter()
+        first, *_ = self.planner.minimum_searches()
+        with dynamo_timed(PLANNING):
+            try:
+                first.plan(self.program, budget_bytes)
+                is_found = True
+            except InfeasibleBudgetError:
+                is_found = False
+        self.planning_s += time.perf_counter() - start
+        return is_found
 
     def least_lowered_bytes(self) -> int:
         """The same, with what the default split's schedule was seen to hold beyond the plan."""
