@@ -127,11 +127,12 @@ class _Loads:
             and _loop_numel(source) > _loop_numel(reader)
         )
 
-    def is_cheaper_inside(self, source: fx.Node) -> bool:
+    def is_cheaper_inside(self, source: fx.Node, reader: fx.Node) -> bool:
         """Whether a loop of another cluster computes the elements of ``source`` that it reads.
 
         It does where what they are computed from has no more bytes: normalized values, say, or the
-        exponential of a half-precision value.  Inductor does so too, where it may choose.
+        exponential of a half-precision value.  Inductor does so too, where it may choose.  But what
+        is smaller than the loop, such as a statistic of each row, would be computed many times.
         """
         split = self.split
         target = source.target
@@ -141,6 +142,7 @@ class _Loads:
             or not isinstance(target, OpOverload)
             or torch.Tag.pointwise not in target.tags
             or not _loads_cost_most(source)
+            or _loop_numel(source) < _loop_numel(reader)
         ):
             return False
         read = [n for n in self.of(source)[0] if is_tensor(n) and not self.is_generator(n)]
@@ -404,7 +406,7 @@ def _materialized(
                 continue
             if not is_tensor(source) or (is_loop and loads.is_generator(source)):
                 continue
-            if is_loop and source not in materialized and loads.is_cheaper_inside(source):
+            if is_loop and source not in materialized and loads.is_cheaper_inside(source, node):
                 stack.extend(loads.of(source)[0])
             else:
                 materialized.add(source)

@@ -58,9 +58,9 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(LAYERS))
-        self.inner = nn.ModuleList(nn.Linear(WIDTH, 8 * WIDTH) for _ in range(LAYERS))
-        self.outer = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(LAYERS))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, 8 * WIDTH) for _ in range(2))
+        self.outer = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, inner, outer in zip(self.norms, self.inner, self.outer, strict=True):
@@ -77,20 +77,21 @@ def made() -> tuple[nn.Module, Tensor]:
 def test_loops_compute_what_they_share_from_what_has_no_more_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The exponential of a half-precision value, and normalized values."""
+    """Normalized values are not stored for them; the statistics of each row still are."""
 
-    def planned() -> dtrcompile.Forecast:
+    def stored(width: int) -> int:
         inputs = torch.randn(16 * ROWS, WIDTH)
-        return dtrcompile.plan(
+        told = dtrcompile.plan(
             Gated(), inputs, budget="60%", device=DEVICE, autocast=torch.bfloat16
         )
+        assert told.fits
+        tensors = told.explain().data.tensors
+        return sum(t.shape == (16 * ROWS, width) and "float32" in t.dtype for t in tensors)
 
-    inside = planned()
+    inside = stored(WIDTH), stored(1)
     monkeypatch.setattr(grouping, "_loads_cost_most", lambda _node: False)
-    stored = planned()
-    assert inside.fits
-    assert inside.baseline_peak_bytes == stored.baseline_peak_bytes
-    assert inside.cost_ns < stored.cost_ns
+    assert inside[0] < stored(WIDTH)
+    assert inside[1] >= stored(1) > 0
 
 
 def test_a_simple_net_holds_the_same_on_every_device() -> None:
