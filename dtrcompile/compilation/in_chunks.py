@@ -163,8 +163,8 @@ class ChunkedSteps:
     ) -> ChunkedStep | None:
         """The first form with the fewest chunks that leaves room for a plan, or else the smallest.
 
-        To see that there is room takes one plan; to find out what a form holds at least takes a
-        search, the longest part of all.
+        To see that there is room takes a plan or two; to find out what a form holds at least takes
+        a search, the longest part of all.
 
         Args:
             forms: the cheapest first.
@@ -185,6 +185,8 @@ class ChunkedSteps:
                     return step
             if best_bytes is None:
                 best_bytes = int(whole.least_bytes * WORTHWHILE_CHUNKING_SHARE)
+            if target_bytes is None and not step.fitter.has_plan_within(best_bytes):
+                continue
             n_bytes = step.fitter.least_bytes
             log.debug(
                 "in %d chunks, %d products without padding: about %s at least",

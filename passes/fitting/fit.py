@@ -382,9 +382,9 @@ class Fitter:
         return self._fit.least_planned_bytes()
 
     def has_plan_within(self, budget_bytes: int) -> bool:
-        """Whether one look finds a plan of so much, where `least_bytes` searches for the smallest.
+        """Whether a plan of so much is found, where `least_bytes` searches for the smallest.
 
-        Nothing is measured.  If not, there may be one all the same.
+        Nothing is measured.  If none is found, there may be one all the same.
         """
         return self._fit.has_plan_within(budget_bytes)
 
@@ -392,6 +392,14 @@ class Fitter:
     def least_lowered_bytes(self) -> int:
         """As `least_bytes`, by what the default split was seen to hold; it is measured for that."""
         return self._fit.least_lowered_bytes()
+
+
+def _finds(planner: Planner, program: Program, budget_bytes: int) -> bool:
+    try:
+        planner.plan(program, budget_bytes)
+    except InfeasibleBudgetError:
+        return False
+    return True
 
 
 def fit(
@@ -656,15 +664,13 @@ class _Fit:
         return replay(self.program, plan)[1].peak_bytes
 
     def has_plan_within(self, budget_bytes: int) -> bool:
-        """Whether a plan of these graphs alone is found at once."""
+        """Whether a plan of these graphs alone is found, by one look each way to search."""
         start = time.perf_counter()
-        first, *_ = self.planner.minimum_searches()
         with dynamo_timed(PLANNING):
-            try:
-                first.plan(self.program, budget_bytes)
-                is_found = True
-            except InfeasibleBudgetError:
-                is_found = False
+            is_found = any(
+                _finds(planner, self.program, budget_bytes)
+                for planner in self.planner.minimum_searches()
+            )
         self.planning_s += time.perf_counter() - start
         return is_found
 

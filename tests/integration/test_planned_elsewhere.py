@@ -58,9 +58,9 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.inner = nn.ModuleList(nn.Linear(WIDTH, 8 * WIDTH) for _ in range(2))
-        self.outer = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(LAYERS))
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, 8 * WIDTH) for _ in range(LAYERS))
+        self.outer = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, inner, outer in zip(self.norms, self.inner, self.outer, strict=True):
