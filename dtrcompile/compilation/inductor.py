@@ -218,9 +218,10 @@ def _inner_compile(
 
 
 def choose_in_first_run(compiled: Any) -> None:
-    """What a graph is called for first on CUDA chooses block sizes for the later ones.
+    """On CUDA, the kernels of a graph choose their block sizes in its first run that ends.
 
-    (Code that PyTorch's cache loads comes with what was chosen.)
+    They hold nothing for it beside the step (`passes.inductor.block_sizes`).  Code that PyTorch's
+    cache loads comes with what was chosen.
     """
     if not isinstance(compiled, CompiledFxGraph) or "cuda" not in compiled.device_types:
         return

@@ -655,24 +655,29 @@ class _Fit:
             measured = replace(measured, by_sizes=PlanSizeModel(self.captured, plan))
         return measured
 
+    @contextlib.contextmanager
+    def timed_planning(self) -> Iterator[None]:
+        """What runs within it is planning, also where it finds nothing."""
+        start = time.perf_counter()
+        try:
+            with dynamo_timed(PLANNING):
+                yield
+        finally:
+            self.planning_s += time.perf_counter() - start
+
     def least_planned_bytes(self) -> int:
         """About the smallest peak that a plan of these graphs alone can have."""
-        start = time.perf_counter()
-        with dynamo_timed(PLANNING):
+        with self.timed_planning():
             plan = minimum_plan(self.program, self.planner.for_minimum())
-        self.planning_s += time.perf_counter() - start
         return replay(self.program, plan)[1].peak_bytes
 
     def has_plan_within(self, budget_bytes: int) -> bool:
         """Whether a plan of these graphs alone is found, by one look each way to search."""
-        start = time.perf_counter()
-        with dynamo_timed(PLANNING):
-            is_found = any(
+        with self.timed_planning():
+            return any(
                 _finds(planner, self.program, budget_bytes)
                 for planner in self.planner.minimum_searches()
             )
-        self.planning_s += time.perf_counter() - start
-        return is_found
 
     def least_lowered_bytes(self) -> int:
         """The same, with what the default split's schedule was seen to hold beyond the plan."""
@@ -799,14 +804,10 @@ class _Fit:
 
     def plan_with(self, planner: Callable[[Program], Plan], known: Mapping[int, int]) -> Plan:
         """A plan made of the program that knows the residuals, as one of the program."""
-        start = time.perf_counter()
         self.say("searching for plan")
-        program = with_residuals(self.program, known)
-        try:
-            with dynamo_timed(PLANNING):
-                plan = planner(with_other_graphs(program, self.others))
-        finally:
-            self.planning_s += time.perf_counter() - start
+        with self.timed_planning():
+            program = with_residuals(self.program, known)
+            plan = planner(with_other_graphs(program, self.others))
         plan = without_residuals(without_other_graphs(plan, program), self.program)
         refuse_copies(plan, "compiling")
         return tighten(self.program, plan)

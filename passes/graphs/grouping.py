@@ -117,14 +117,20 @@ class _Loads:
     def _is_inlined(self, source: fx.Node, reader: fx.Node) -> bool:
         """Whether ``reader`` computes the elements of ``source`` that it takes; not if saved."""
         split = self.split
-        if packet(reader) not in _INDIRECT_LOADS or split.roles.get(source) is not Role.FUSED:
-            return False
-        target = source.target
         return (
-            split.is_backward(source) == split.is_backward(reader)
+            packet(reader) in _INDIRECT_LOADS
+            and self._is_pointwise(source)
+            and split.is_backward(source) == split.is_backward(reader)
+            and _loop_numel(source) > _loop_numel(reader)
+        )
+
+    def _is_pointwise(self, node: fx.Node) -> bool:
+        """Whether a loop computes it element by element."""
+        target = node.target
+        return (
+            self.split.roles.get(node) is Role.FUSED
             and isinstance(target, OpOverload)
             and torch.Tag.pointwise in target.tags
-            and _loop_numel(source) > _loop_numel(reader)
         )
 
     def is_cheaper_inside(self, source: fx.Node, reader: fx.Node) -> bool:
@@ -135,12 +141,9 @@ class _Loads:
         is smaller than the loop, such as a statistic of each row, would be computed many times.
         """
         split = self.split
-        target = source.target
         if (
-            split.roles.get(source) is not Role.FUSED
-            or not is_tensor(source)
-            or not isinstance(target, OpOverload)
-            or torch.Tag.pointwise not in target.tags
+            not is_tensor(source)
+            or not self._is_pointwise(source)
             or not _loads_cost_most(source)
             or _loop_numel(source) < _loop_numel(reader)
         ):
