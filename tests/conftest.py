@@ -85,7 +85,7 @@ def skip_what_needs_a_gpu(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
-    leave_modules_to_themselves()
+    leave_earlier_objects_to_themselves()
     _seed()
     yield
     dtrcompile.reset_defaults()
@@ -134,21 +134,14 @@ def planned_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(variable_of("planner"))
 
 
-_MANY_MODULES = 20
-_seen_modules = 0
+def leave_earlier_objects_to_themselves() -> None:
+    """Have Python's cycle collector look no more at what modules and earlier tests have left.
 
-
-def leave_modules_to_themselves() -> None:
-    """Have Python's cycle collector look no more at what modules hold that were imported by now.
-
-    That is nearly all that there is, and the first steps of every model collect garbage: a third of
-    the tests' time would pass with looking at it again and again.
+    That is nearly all that there is, and it grows with every test.  The first steps of every model
+    collect garbage: a third of the tests' time would pass with looking at it again and again.
     """
-    global _seen_modules
-    if len(sys.modules) >= _seen_modules + _MANY_MODULES:
-        _seen_modules = len(sys.modules)
-        gc.collect()
-        gc.freeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _seed() -> None:

@@ -105,7 +105,7 @@ def test_simrd_logs_are_read_as_their_authors_read_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOGS)
-@pytest.mark.parametrize("ratio", [0.8, 0.5, 0.3])
+@pytest.mark.parametrize("ratio", [0.8, 0.5, pytest.param(0.3, marks=pytest.mark.sweep)])
 def test_auto_is_never_worse_than_the_authors_best(name: str, ratio: float) -> None:
     program = from_simrd_log(data() / "simrd" / f"{name}.log.gz")
     rows = [row for row in reference_rows(name) if float(row["ratio"]) == ratio]

@@ -27,10 +27,15 @@ CACHES = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "
     [
         ("plain_loop.py", "torch", "a step held"),
         ("custom_operator.py", "torch", "softcap runs"),
-        ("accumulation_amp.py", "torch", "a micro-batch held"),
-        ("diffusers_unet.py", "diffusers", "a step held"),
-        ("gan.py", "torch", "the generator's"),
-        ("higher_order.py", "torch", "a step held"),
+        *(
+            pytest.param(*example, marks=pytest.mark.sweep)
+            for example in (
+                ("accumulation_amp.py", "torch", "a micro-batch held"),
+                ("diffusers_unet.py", "diffusers", "a step held"),
+                ("gan.py", "torch", "the generator's"),
+                ("higher_order.py", "torch", "a step held"),
+            )
+        ),
     ],
 )
 def test_an_example_trains_as_without_a_budget_and_within_it(

@@ -51,7 +51,7 @@ def _trains(model: nn.Module, inputs: tuple[Tensor, ...], budget: int) -> bool:
 @pytest.mark.parametrize(
     ("make", "budget"),
     [
-        (_gpt, 300_000),
+        pytest.param(_gpt, 300_000, marks=pytest.mark.sweep),
         pytest.param(_gpt, 500_000, marks=pytest.mark.sweep),
         (_convolutions, 200_000),
         pytest.param(_convolutions, 450_000, marks=pytest.mark.sweep),

@@ -14,7 +14,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 6, 7])
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, 3, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in (5, 6, 7))]
+)
 def test_random_modules(seed: int) -> None:
     assert check(Case(seed), ("min", "50%")[seed % 2]) == "recomputed"
 
@@ -27,7 +29,11 @@ def test_a_random_module_without_a_trained_parameter_says_so() -> None:
 # 162: an evaluation at a larger size, by a graph that had been seen in a step of two graphs.
 @pytest.mark.parametrize(
     ("seed", "moves", "share", "seen"),
-    [(3, 6, 0.4, "recomputed"), (8, 3, 0.4, "kept"), (162, 8, 0.6, "recomputed")],
+    [
+        pytest.param(3, 6, 0.4, "recomputed", marks=pytest.mark.sweep),
+        (8, 3, 0.4, "kept"),
+        (162, 8, 0.6, "recomputed"),
+    ],
 )
 def test_random_modules_at_random_sizes(seed: int, moves: int, share: float, seen: str) -> None:
     assert check_sizes(Case(seed, moves), share, True) == seen
