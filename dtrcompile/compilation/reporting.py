@@ -63,11 +63,11 @@ def add_compile_report(
         if summary.is_cut_short
         else "",
         *(f"computed in chunks: {text}" for text in summary.chunks),
-        f"{summary.n_in_place} gradient sums of weights that are used twice are made in place"
+        f"sums made in place, of gradients of weights that are used twice: {summary.n_in_place}"
         if summary.n_in_place
         else "",
-        f"{summary.n_unpadded} matrix products run without the padding that Inductor adds for"
-        " speed, because its copies did not fit"
+        "matrix products that run without the padding that Inductor adds for speed, because its"
+        f" copies did not fit: {summary.n_unpadded}"
         if summary.n_unpadded
         else "",
         "" if summary.allocator.splits_all else _UNSPLIT,

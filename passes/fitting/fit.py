@@ -475,33 +475,11 @@ class _Fit:
         self, limits: Callable[[Measured], Limits], is_whole_peak: bool, always_emit: bool
     ) -> Outcome:
         self.begin()
-        plan = as_it_is(self.program)
-        timeline, stats = replay(self.program, plan)
-        is_measured = always_emit or self.default is not None
-        guessed = None if is_measured else self.model.guess(self.captured, stats)
-        if guessed is not None:
-            agreed = limits(guessed)
-            if agreed.are_ample(guessed) and not is_whole_peak:
-                stats = self.stats_of(plan, self.model.workspaces(self.captured))
-                guessed = self.model.guess(self.captured, stats) or guessed
-                agreed = limits(guessed)
-            if is_whole_peak or agreed.are_ample(guessed):
-                log.debug("baseline: about %s, not measured", format_bytes(guessed.peak_bytes))
-                split = (plan, timeline, stats)
-                return Outcome(
-                    self.captured,
-                    agreed.others,
-                    None,
-                    split,
-                    guessed,
-                    agreed.budget_bytes,
-                    0.0,
-                    0.0,
-                    is_guess=True,
-                )
-        plan, timeline, stats, measured = self.default = self.default or self.measured_default(
-            plan, timeline, stats
-        )
+        if not always_emit and self.default is None:
+            ample = self.guessed_to_be_ample(limits, is_whole_peak)
+            if ample is not None:
+                return ample
+        plan, timeline, stats, measured = self.measured_default()
         agreed = limits(measured)
         budget_bytes = agreed.budget_bytes
         if self.others != agreed.others:
@@ -532,17 +510,50 @@ class _Fit:
             is_cut_short=self.is_cut_short,
         )
 
+    def guessed_to_be_ample(
+        self, limits: Callable[[Measured], Limits], is_whole_peak: bool
+    ) -> Outcome | None:
+        """The default split as it is, where a guess of what it holds is far below the budget."""
+        plan = as_it_is(self.program)
+        timeline, stats = replay(self.program, plan)
+        guessed = self.model.guess(self.captured, stats)
+        if guessed is None:
+            return None
+        agreed = limits(guessed)
+        if agreed.are_ample(guessed) and not is_whole_peak:
+            stats = self.stats_of(plan, self.model.workspaces(self.captured))
+            guessed = self.model.guess(self.captured, stats) or guessed
+            agreed = limits(guessed)
+        if not is_whole_peak and not agreed.are_ample(guessed):
+            return None
+        log.debug("baseline: about %s, not measured", format_bytes(guessed.peak_bytes))
+        split = (plan, timeline, stats)
+        budget_bytes = agreed.budget_bytes
+        return Outcome(
+            self.captured,
+            agreed.others,
+            None,
+            split,
+            guessed,
+            budget_bytes,
+            0.0,
+            0.0,
+            is_guess=True,
+        )
+
     def begin(self) -> None:
         """Forget what belongs to the search for one budget; what was tried is still true."""
         self.planning_s = self.lowering_s = 0.0
         self.n_measured = self.speed_workspace_bytes = 0
         self.is_kept = self.is_cut_short = False
 
-    def measured_default(
-        self, plan: Plan, timeline: MemoryTimeline, stats: PlanStats
-    ) -> tuple[Plan, MemoryTimeline, PlanStats, Measured]:
-        """The default split, captured again if the compiler draws random numbers in another order:
-        from one seed, a plan must draw the same."""
+    def measured_default(self) -> tuple[Plan, MemoryTimeline, PlanStats, Measured]:
+        """The default split, measured once, and captured again if the compiler draws random numbers
+        in another order: from one seed, a plan must draw the same."""
+        if self.default is not None:
+            return self.default
+        plan = as_it_is(self.program)
+        timeline, stats = replay(self.program, plan)
         start = time.perf_counter()
         stage("lowering the default split")
         with dynamo_timed(LOWERING):
@@ -559,7 +570,8 @@ class _Fit:
             **measured.workspace_bytes,
             **savings(self.program, measured.written_over),
         }
-        return plan, timeline, stats, measured
+        self.default = plan, timeline, stats, measured
+        return self.default
 
     def kept_or_chosen(
         self, agreed: Limits, own_bytes: int | None, measured: Measured, plan: Plan
@@ -681,9 +693,7 @@ class _Fit:
 
     def least_lowered_bytes(self) -> int:
         """The same, with what the default split's schedule was seen to hold beyond the plan."""
-        if self.default is None:
-            plan = as_it_is(self.program)
-            self.default = self.measured_default(plan, *replay(self.program, plan))
+        self.measured_default()
         return self.least_own_bytes() + self.program.constant_bytes
 
     def least_own_bytes(self) -> int:

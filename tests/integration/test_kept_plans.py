@@ -290,6 +290,8 @@ def told(report: Any) -> Any:
 @pytest.mark.inductor
 @pytest.mark.usefixtures("folder")
 def test_a_second_process_plans_and_lowers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What a process beside this one lowers is not counted.
+    monkeypatch.setattr(inductor_config, "compile_threads", 1)
     counted = Counted(monkeypatch.setattr)
     first, gradients = trained()
     searches, lowerings = counted.searched_and_lowered()
