@@ -290,10 +290,9 @@ def told(report: Any) -> Any:
 @pytest.mark.inductor
 @pytest.mark.usefixtures("folder")
 def test_a_second_process_plans_and_lowers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What a process beside this one lowers is not counted.
-    monkeypatch.setattr(inductor_config, "compile_threads", 1)
     counted = Counted(monkeypatch.setattr)
-    first, gradients = trained()
+    with inductor_config.patch(compile_threads=1):  # what another process lowers is not counted
+        first, gradients = trained()
     searches, lowerings = counted.searched_and_lowered()
     assert searches >= 1
     assert lowerings >= 4  # forward and backward, of the default split and of a plan
