@@ -468,6 +468,7 @@ class _Fit:
         self.is_cut_short = False
         # The default split: its plan, and what it holds.
         self.default: tuple[Plan, MemoryTimeline, PlanStats, Measured] | None = None
+        self._split: tuple[Plan, MemoryTimeline, PlanStats] | None = None
         self._verifier: Verifier | None = None
         self.answers: dict[tuple[int, tuple[tuple[int, int], ...]], Plan | None] = {}
 
@@ -514,8 +515,7 @@ class _Fit:
         self, limits: Callable[[Measured], Limits], is_whole_peak: bool
     ) -> Outcome | None:
         """The default split as it is, where a guess of what it holds is far below the budget."""
-        plan = as_it_is(self.program)
-        timeline, stats = replay(self.program, plan)
+        plan, timeline, stats = self.default_split()
         guessed = self.model.guess(self.captured, stats)
         if guessed is None:
             return None
@@ -527,15 +527,13 @@ class _Fit:
         if not is_whole_peak and not agreed.are_ample(guessed):
             return None
         log.debug("baseline: about %s, not measured", format_bytes(guessed.peak_bytes))
-        split = (plan, timeline, stats)
-        budget_bytes = agreed.budget_bytes
         return Outcome(
             self.captured,
             agreed.others,
             None,
-            split,
+            (plan, timeline, stats),
             guessed,
-            budget_bytes,
+            agreed.budget_bytes,
             0.0,
             0.0,
             is_guess=True,
@@ -547,13 +545,19 @@ class _Fit:
         self.n_measured = self.speed_workspace_bytes = 0
         self.is_kept = self.is_cut_short = False
 
+    def default_split(self) -> tuple[Plan, MemoryTimeline, PlanStats]:
+        """The default split's plan, replayed once for a program."""
+        if self._split is None or self._split[0].program != self.program.fingerprint:
+            plan = as_it_is(self.program)
+            self._split = (plan, *replay(self.program, plan))
+        return self._split
+
     def measured_default(self) -> tuple[Plan, MemoryTimeline, PlanStats, Measured]:
         """The default split, measured once, and captured again if the compiler draws random numbers
         in another order: from one seed, a plan must draw the same."""
         if self.default is not None:
             return self.default
-        plan = as_it_is(self.program)
-        timeline, stats = replay(self.program, plan)
+        plan, timeline, stats = self.default_split()
         start = time.perf_counter()
         stage("lowering the default split")
         with dynamo_timed(LOWERING):
@@ -561,8 +565,7 @@ class _Fit:
         if list(measured.draws) != sorted(measured.draws):
             self.captured = self.captured.with_draws(measured.draws)
             self.program = self.captured.program
-            plan = as_it_is(self.program)
-            timeline, stats = replay(self.program, plan)
+            plan, timeline, stats = self.default_split()
             measured = self.measured(None, plan, stats)
         self.lowering_s += time.perf_counter() - start
         self.model.keep(measured)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +45,13 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+def with_others_as_sweep(first: Sequence[str]) -> list[Any]:
+    """All scenarios; `make test` runs only the first."""
+    return [
+        name if name in first else pytest.param(name, marks=pytest.mark.sweep) for name in SCENARIOS
+    ]
+
+
 @functools.cache
 def unbudgeted(name: str) -> Observed:
     return observe_dtr(SCENARIOS[name].run, UNBUDGETED)
@@ -73,14 +82,7 @@ _HALF_FIRST = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in _HALF_FIRST else pytest.param(name, marks=pytest.mark.sweep)
-        for name in SCENARIOS
-    ],
-    scope="module",
-)
+@pytest.mark.parametrize("name", with_others_as_sweep(_HALF_FIRST), scope="module")
 def test_half_the_memory_changes_no_bit(name: str) -> None:
     expected = unbudgeted(name)
     _, observed = smallest_that_works(
@@ -102,14 +104,7 @@ _INSIDE_FIRST = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in _INSIDE_FIRST else pytest.param(name, marks=pytest.mark.sweep)
-        for name in SCENARIOS
-    ],
-    scope="module",
-)
+@pytest.mark.parametrize("name", with_others_as_sweep(_INSIDE_FIRST), scope="module")
 def test_values_that_loops_compute_inside_change_no_bit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
