@@ -39,6 +39,7 @@ from dtrcompile.passes.graphs.padding import without_padding
 from dtrcompile.passes.graphs.scatters import into_gradients
 from dtrcompile.passes.graphs.sources import place_of
 from dtrcompile.passes.planning.planners import lower_bound_bytes
+from dtrcompile.passes.program.replay import PlanStats
 
 log = logging.getLogger("dtrcompile")
 
@@ -101,9 +102,10 @@ class ChunkedSteps:
             least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
             regions, refused = regions_of(joint, least_bytes)
             forms = self._forms(regions, least_bytes)
-            step = self._best(
-                _Whole(plain, _peak(best, agreed), _is_at_floor(best)), forms, target_bytes
-            )
+            if isinstance(best, Outcome) and target_bytes is not None:
+                step = self._cheapest(best.stats, next(forms))
+            else:
+                step = self._smallest(_Whole(plain, _peak(best, agreed)), forms, target_bytes)
             best = search.better(best, step)
         if not has_tried and step is None and _is_at_floor(best):
             best = search.better(best, self._in_place(plain, None))
@@ -158,7 +160,26 @@ class ChunkedSteps:
         if n_unpadded:
             yield _Form(unpadded, n_unpadded, regions_of(unpadded, least_bytes)[0])
 
-    def _best(
+    def _cheapest(self, whole: PlanStats, form: _Form) -> ChunkedStep | None:
+        """With as many chunks as make the cheapest plan, if that is cheaper than the step whole.
+
+        The plans may hold as much as that of the step whole.  If a few chunks make it no cheaper,
+        the largest values do not decide what is computed again, and more chunks are not tried.
+        """
+        best: ChunkedStep | None = None
+        best_ns = whole.cost_ns
+        for n_chunks in form.numbers_of_chunks:
+            step = self._step(form, n_chunks)
+            cost_ns = None if step is None else step.fitter.cost_within(whole.peak_bytes)
+            if cost_ns is None or cost_ns >= best_ns:
+                break
+            log.debug("in %d chunks: %.3f of the cost whole", n_chunks, cost_ns / whole.cost_ns)
+            best, best_ns = step, cost_ns
+            if cost_ns <= WORTHWHILE_OVERHEAD * whole.baseline_cost_ns:
+                break
+        return best
+
+    def _smallest(
         self, whole: _Whole, forms: Iterable[_Form], target_bytes: int | None
     ) -> ChunkedStep | None:
         """The first form with the fewest chunks that leaves room for a plan, or else the smallest.
@@ -168,6 +189,7 @@ class ChunkedSteps:
 
         Args:
             forms: the cheapest first.
+            target_bytes: what the step whole does not fit into; None for the smallest.
         """
         best: ChunkedStep | None = None
         best_bytes: int | None = None
@@ -253,30 +275,24 @@ class _Search:
 
 @dataclass(frozen=True)
 class _Whole:
-    """The graph of a step without chunks.
+    """The graph of a step without chunks, which has no plan that is small enough.
 
     Attributes:
-        peak_bytes: what it holds, by what was found for it.
-        is_at_floor: that is the smallest peak that was found.
+        peak_bytes: the smallest peak of a schedule that was found for it.
     """
 
     fitter: Fitter
     peak_bytes: int
-    is_at_floor: bool
 
     @property
     def least_bytes(self) -> int:
-        """About what it holds at least."""
-        return self._at_least(self.fitter.least_bytes)
+        """About what it holds at least; its schedule may hold far more than the smallest plan."""
+        return max(self.fitter.least_bytes, self.peak_bytes)
 
     @property
     def bound_bytes(self) -> int:
         """It holds no less than this, which takes no search."""
-        return self._at_least(lower_bound_bytes(self.fitter.captured.program))
-
-    def _at_least(self, planned_bytes: int) -> int:
-        # Its schedule may hold far more than the smallest plan does.
-        return max(planned_bytes, self.peak_bytes) if self.is_at_floor else planned_bytes
+        return max(lower_bound_bytes(self.fitter.captured.program), self.peak_bytes)
 
 
 @dataclass(frozen=True)

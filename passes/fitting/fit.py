@@ -388,6 +388,13 @@ class Fitter:
         """
         return self._fit.has_plan_within(budget_bytes)
 
+    def cost_within(self, budget_bytes: int) -> int | None:
+        """What the planner's plan for so much costs, in ns; None if it finds none.
+
+        Nothing is measured.
+        """
+        return self._fit.cost_within(budget_bytes)
+
     @functools.cached_property
     def least_lowered_bytes(self) -> int:
         """As `least_bytes`, by what the default split was seen to hold; it is measured for that."""
@@ -694,8 +701,18 @@ class _Fit:
                 for planner in self.planner.minimum_searches()
             )
 
+    def cost_within(self, budget_bytes: int) -> int | None:
+        """What a plan of these graphs alone costs, in ns; None if none is found."""
+        with self.timed_planning():
+            try:
+                plan = self.planner.plan(self.program, budget_bytes)
+            except InfeasibleBudgetError:
+                return None
+        return replay(self.program, plan)[1].cost_ns
+
     def least_lowered_bytes(self) -> int:
-        """The same, with what the default split's schedule was seen to hold beyond the plan."""
+        """As `least_planned_bytes`, with what the default split's schedule was seen to hold beyond
+        its plan."""
         self.measured_default()
         return self.least_own_bytes() + self.program.constant_bytes
 

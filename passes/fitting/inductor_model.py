@@ -116,7 +116,7 @@ class ScheduleSizeModel(SizeModel):
         return replace(formulas.at(sizes), by_sizes=self)
 
     def of(self, captured: Captured) -> Measured:
-        return ScheduleSizeModel(replace(self.lowered, captured=captured)).replayed(None)
+        return ScheduleSizeModel(self.lowered.of(captured)).replayed(None)
 
     def replayed(self, sizes: Sizes | None) -> Measured:
         """The same from a run at these sizes; None: at the hints."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -91,12 +91,19 @@ class LoweredStep:
         captured: what the graphs compute.
         graphs: forward, and backward where there is one; what the wrappers were made from.
         forward, backward: the wrappers; backward's is None for inference.
+        traced: what `trace` has to say of them, where lowering them has shown it: their sizes do
+            not change.
     """
 
     captured: Captured
     graphs: tuple[fx.GraphModule, ...]
     forward: Wrapper
     backward: Wrapper | None
+    traced: ScheduleTrace | None = field(default=None, repr=False, compare=False)
+
+    def of(self, captured: Captured) -> LoweredStep:
+        """The same wrappers, where the same graphs hand on other outputs and tangents."""
+        return replace(self, captured=captured, traced=None)
 
 
 def lower(
@@ -158,17 +165,22 @@ def _lowered(
     beside = None
     needs_no_device = device_of(captured).type == "cpu" or current_target() is not None
     if not captured.symbols and needs_no_device and may_fork():
-        inputs = [_restrided(value(n), expected_strides.get(n.name)) for n in inputs_of_backward]
+        given = {node.name for node in placeholders(graphs[0])}
+        guessed = {n.name: _padded_strides(value(n)) for n in inputs_of_backward}
+        known = {**guessed, **dict.fromkeys(given), **expected_strides}
+        inputs = [_restrided(value(n), known[n.name]) for n in inputs_of_backward]
         with _donating(donated):
             beside = lower_beside(backward, inputs, **lowering_backward)
     try:
         forward = _lowered_forward(captured, graphs[0])
         recorder = Recorder(captured.allocator)
-        run_step(recorder, forward, lower_backward, _surroundings(captured, graphs))
+        traced = run_step(recorder, forward, lower_backward, _surroundings(captured, graphs))
     finally:
         if beside is not None:
             beside.close()
-    return LoweredStep(captured, tuple(graphs), forward, lowered[0])
+    if captured.symbols:  # other sizes count than those that it was lowered with
+        return LoweredStep(captured, tuple(graphs), forward, lowered[0])
+    return LoweredStep(captured, tuple(graphs), forward, lowered[0], traced)
 
 
 def _lowered_forward(captured: Captured, forward: fx.GraphModule) -> Wrapper:
@@ -194,7 +206,7 @@ def trace(lowered: LoweredStep) -> ScheduleTrace:
     Where a wrapper branches on a tensor (`torch.cond`), all conditions are taken to be true, then
     false; the higher peak counts.
     """
-    traced = _traced(lowered, Recorder(lowered.captured.allocator))
+    traced = lowered.traced or _traced(lowered, Recorder(lowered.captured.allocator))
     if traced.has_conditions:
         other = _traced(lowered, Recorder(lowered.captured.allocator, condition=False))
         traced = max(traced, other, key=lambda t: max(m.live_bytes for m in t.moments()))
@@ -348,6 +360,31 @@ def _restrided(expected: Any, received: Sequence[int] | None) -> Any:
     mode = expected.fake_mode if isinstance(expected, FakeTensor) else contextlib.nullcontext()
     with mode:
         return expected.as_strided(expected.shape, strides_like(expected.shape, received))
+
+
+def _padded_strides(expected: Any) -> tuple[int, ...] | None:
+    """The strides that Inductor is likely to give a saved value; None if those it was traced with.
+
+    On a GPU it pads the rows of large values to whole lines of the cache (`ir.Layout` there).
+    """
+    if (
+        not isinstance(expected, torch.Tensor)
+        or expected.device.type == "cpu"
+        or not inductor_config.comprehensive_padding
+        or not expected.is_contiguous()
+    ):
+        return None
+    alignment = max(1, inductor_config.padding_alignment_bytes // expected.element_size())
+    strides: list[int] = []
+    stride = 1
+    is_padded = False
+    for size in reversed(expected.shape):
+        if strides and stride > inductor_config.padding_stride_threshold and stride % alignment:
+            stride += alignment - stride % alignment
+            is_padded = True
+        strides.insert(0, stride)
+        stride *= size
+    return tuple(strides) if is_padded else None
 
 
 def strides_like(shape: Sequence[Any], strides: Sequence[int]) -> list[Any]:

@@ -82,6 +82,43 @@ def test_a_step_that_fits_stays_whole() -> None:
     assert not any("chunks" in note for note in dtrcompile.reports()[-1].notes)
 
 
+class Deep(Model):
+    """Many values, of which much is computed again where the scores leave little room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widened = nn.Linear(WIDTH, 8 * WIDTH)
+        self.layer = nn.Linear(8 * WIDTH, 8 * WIDTH)
+        self.narrowed = nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        h = self.widened(self.embedding(tokens))
+        for _ in range(25):
+            h = torch.tanh(self.layer(h))
+        return self.loss(self.head(self.narrowed(h)), labels)
+
+
+def test_a_step_that_fits_whole_is_computed_in_chunks_where_that_costs_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One plan tells; nothing searches for a smallest plan, which takes far longer."""
+
+    def search(*_: Any) -> None:
+        raise AssertionError("a search for the smallest plan")
+
+    monkeypatch.setattr("dtrcompile.passes.fitting.fit.minimum_plan", search)
+    model, inputs = Deep(), made()[1]
+    whole, chunked = (
+        dtrcompile.plan(model, *inputs, budget="75%", compiler="eager", chunking=chunking)
+        for chunking in (False, True)
+    )
+    assert whole.fits and whole.overhead > 1.1
+    assert chunked.chunks and chunked.overhead < whole.overhead
+    monkeypatch.setattr("dtrcompile.compilation.in_chunks.CHUNKS", (32,))
+    as_before = dtrcompile.plan(model, *inputs, budget="75%", compiler="eager")
+    assert not as_before.chunks and as_before.overhead == whole.overhead
+
+
 def test_small_values_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtrcompile.compilation.in_chunks.LEAST_CHUNKED_BYTES", 5 << 20)
     model, inputs = made()

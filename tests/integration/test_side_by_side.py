@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dtrcompile
 from dtrcompile.options import Options
 from dtrcompile.passes.inductor import lowering, side_by_side, step
 from dtrcompile.passes.inductor.dry_run import Wrapper
@@ -161,16 +162,22 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def test_plans_are_the_same_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    came: list[bool] = []
+@pytest.fixture
+def came(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each wrapper that was waited for came."""
+    found: list[bool] = []
     wrapper = LoweredBeside.wrapper
 
     def counted(self: LoweredBeside) -> Wrapper | None:
-        found = wrapper(self)
-        came.append(found is not None)
-        return found
+        result = wrapper(self)
+        found.append(result is not None)
+        return result
 
     monkeypatch.setattr(LoweredBeside, "wrapper", counted)
+    return found
+
+
+def test_plans_are_the_same_side_by_side(monkeypatch: pytest.MonkeyPatch, came: list[bool]) -> None:
     torch.manual_seed(0)
     model, x = Blocks(), torch.randn(4, 3, 16, 16)
     options = Options.parse({"budget": "min"})
@@ -182,3 +189,14 @@ def test_plans_are_the_same_side_by_side(monkeypatch: pytest.MonkeyPatch) -> Non
     assert alone.plan == beside.plan
     assert alone.measured.peak_bytes == beside.measured.peak_bytes
     assert alone.measured.step_bytes == beside.measured.step_bytes
+
+
+def test_strides_that_inductor_pads_on_a_gpu_are_expected(came: list[bool]) -> None:
+    """The first time, when no forward graph has told yet what it saves in which strides."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 2051), nn.Tanh(), nn.Linear(2051, 3), nn.Tanh())
+        x = torch.randn(64, 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        dtrcompile.plan(model, x, budget="100%", device="H100-80GB", dtype=dtype)
+        assert came == [True]
+        came.clear()
