@@ -34,21 +34,26 @@ from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.target.devices import target_of
 
 QUICK = ("vit",)
-USUAL = ("gpt2", "llama-7b", "unet", "vit")
+USUAL = ("gpt2", "llama-7b", "llama-70b", "unet", "vit")
 BUDGET = "60%"
 
 Built = tuple[nn.Module, tuple[Any, ...]]
 
 
-def _llama_7b(_scale: str, device: str) -> Built:
-    """Sixteen of the 32 layers of Llama 2 7B, on one sequence of 4,096 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _llama(**sizes: int) -> Callable[[str, str], Built]:
+    """Llama 2 of these sizes, on one sequence of 4,096 tokens; the library's defaults are those of
+    7B."""
 
-    config = LlamaConfig(num_hidden_layers=16, use_cache=False)
-    with torch.device(device):
-        tokens = torch.zeros(1, 4096, dtype=torch.int64)
-        model = LlamaForCausalLM(config)
-    return LanguageModelLoss(model, "ForCausalLM"), (tokens, tokens.clone())
+    def build(_scale: str, device: str) -> Built:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(use_cache=False, **sizes)
+        with torch.device(device):
+            tokens = torch.zeros(1, 4096, dtype=torch.int64)
+            model = LlamaForCausalLM(config)
+        return LanguageModelLoss(model, "ForCausalLM"), (tokens, tokens.clone())
+
+    return build
 
 
 def _of_zoo(name: str) -> Callable[[str, str], Built]:
@@ -57,7 +62,14 @@ def _of_zoo(name: str) -> Callable[[str, str], Built]:
 
 CASES: dict[str, Callable[[str, str], Built]] = {
     **{name: _of_zoo(name) for name in ZOO},
-    "llama-7b": _llama_7b,
+    "llama-7b": _llama(),
+    "llama-70b": _llama(
+        num_hidden_layers=80,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
 }
 
 

@@ -249,11 +249,21 @@ def _fitted(session: Session, fitter: Fitter, chunked: ChunkedSteps | None) -> O
     try:
         found = fitter.fit(session.limits, is_whole_peak=session.options.is_whole_peak)
     except InfeasibleBudgetError as refusal:
+        _blame_optimizer(refusal, session)  # which other forms of the graphs do not make smaller
         found = refusal
     if chunked is not None:
         found = chunked.better(found, fitter, session.limits)
     if isinstance(found, Outcome):
         return found
-    if found.minimum_bytes is not None:  # of the two minima, the larger one
-        session.check_optimizer_step(found.minimum_bytes)
+    _blame_optimizer(found, session)
     raise found
+
+
+def _blame_optimizer(refusal: InfeasibleBudgetError, session: Session) -> None:
+    """Of the two minima, the larger one is named.
+
+    Raises:
+        InfeasibleBudgetError: if the optimizer's step needs more than the graphs.
+    """
+    if refusal.minimum_bytes is not None:
+        session.check_optimizer_step(refusal.budget_bytes, refusal.minimum_bytes)

@@ -149,24 +149,31 @@ class Session:
             trains=trains,
             beside=self.assignment.beside,
         )
-        return self.assignment.limits(
+        limits = self.assignment.limits(
             baseline, budget_bytes, waits=waits and self.assignment.budget_bytes is None
         )
+        if not trains or self.options.is_whole_peak or not self.around_bytes:
+            return limits
+        needed_bytes = self.assignment.beside.in_step_bytes(self.around_bytes)
+        return replace(limits, needed_bytes=needed_bytes)
 
     def know_around(self, around_bytes: int) -> None:
         """What is there when an optimizer steps, around a training step of this graph."""
         self.around_bytes = around_bytes
         self.step_peak.around_bytes = max(self.step_peak.around_bytes, around_bytes)
 
-    def check_optimizer_step(self, budget_bytes: int | None) -> None:
+    def check_optimizer_step(self, budget_bytes: int | None, graphs_need_bytes: int = 0) -> None:
         """Hold what is there inside of ``optimizer.step()`` to the budget too.
+
+        Args:
+            graphs_need_bytes: as of `SurroundingBytes.check`.
 
         Raises:
             InfeasibleBudgetError: if it is more; names what it needs.
         """
         if budget_bytes is None or self.options.is_whole_peak or not self.around_bytes:
             return
-        self.assignment.beside.check(budget_bytes, self.around_bytes)
+        self.assignment.beside.check(budget_bytes, self.around_bytes, graphs_need_bytes)
 
     def has_planned(self, outcome: Outcome) -> None:
         """Planning is done.  An estimate is reported later, when forward is compiled and measured.

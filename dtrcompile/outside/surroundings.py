@@ -117,14 +117,18 @@ class SurroundingBytes:
         own_bytes = self.resident_bytes - self.kept_bytes
         return max(peak_bytes + own_bytes, self.in_step_bytes(around_bytes))
 
-    def check(self, budget_bytes: int, around_bytes: int) -> None:
+    def check(self, budget_bytes: int, around_bytes: int, graphs_need_bytes: int = 0) -> None:
         """Hold what is there inside of ``optimizer.step()`` to the budget.
 
+        Args:
+            graphs_need_bytes: the smallest budget of the graphs, which is above this one too.
+
         Raises:
-            InfeasibleBudgetError: which names what it needs.
+            InfeasibleBudgetError: which names what it needs, if that is no less than the graphs
+                need.
         """
         held_bytes = self.in_step_bytes(around_bytes)
-        if held_bytes <= budget_bytes:
+        if held_bytes <= budget_bytes or held_bytes < graphs_need_bytes:
             return
         own = [*self.resident.items(), ("gradients", self.gradient_bytes)]
         raise InfeasibleBudgetError(

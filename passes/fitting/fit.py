@@ -301,6 +301,7 @@ class Limits:
         is_refused: no plan is within the budget, so the planner's smallest plan will do: there is
             no search for a smaller schedule.
         names_minimum: whether a refusal has to name the smallest budget that can be met.
+        needed_bytes: what the step needs where none of its graphs run; a refusal names no less.
     """
 
     budget_bytes: int | None
@@ -310,6 +311,7 @@ class Limits:
     least_budget_bytes: int | None = None
     is_refused: bool = False
     names_minimum: bool = True
+    needed_bytes: int = 0
 
     def are_ample(self, guessed: Measured) -> bool:
         """Whether a guess is so far below the budget that the default split will fit."""
@@ -596,6 +598,7 @@ class _Fit:
         )
         if not is_question:
             return None
+        self.refuse_unsearched(agreed, measured)
         key = self.model.key_of(self.captured, self.planner, agreed)
         with disk_cache.one_at_a_time(key):
             entry = disk_cache.read(key)
@@ -620,6 +623,17 @@ class _Fit:
             )
             disk_cache.write(key, choice.entry())
         return chosen
+
+    def refuse_unsearched(self, agreed: Limits, baseline: Measured) -> None:
+        """Where the budget that is needed in any case has room for the default split.
+
+        Raises:
+            InfeasibleBudgetError: if the budget that was given is smaller.
+        """
+        given_bytes, needed_bytes = agreed.budget_bytes, agreed.needed_bytes
+        whole_bytes = baseline.peak_with(self.others) + self.others.outside_bytes
+        if given_bytes is not None and given_bytes < needed_bytes and whole_bytes <= needed_bytes:
+            raise InfeasibleBudgetError(given_bytes, minimum_bytes=needed_bytes)
 
     def takes_up(self, choice: Choice, measured: Measured) -> bool:
         """Go on from an earlier choice, unless its graphs hold something else by now."""

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import dtrcompile
 from dtrcompile.passes.errors import InfeasibleBudgetError, UnknownOptimizerError
+from dtrcompile.passes.fitting import fit
 from tests.integration.test_optimizer_step import OPTIMIZERS, MasterWeights, Opaque, state_bytes
 from workloads.training import compile_dtr, live_peak_bytes, static_bytes, unwrap
 
@@ -106,14 +107,24 @@ def test_a_share_is_one_of_the_whole_step() -> None:
     assert report.step_bytes <= report.budget_bytes
 
 
-def test_a_step_of_the_optimizer_that_does_not_fit_is_refused_beforehand() -> None:
+def test_a_step_of_the_optimizer_that_does_not_fit_is_refused_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, where the graphs need less without any plan."""
+
+    def search(*_: Any) -> None:
+        raise AssertionError("a plan was searched for")
+
     loop = Loop(OPTIMIZERS["AdamW, foreach"], batch=2)
     needed = loop.compile().step_bytes
-    with pytest.raises(Exception, match="foreach=False") as caught:
-        Loop(OPTIMIZERS["AdamW, foreach"], batch=2, budget=needed - 1).compile()
-    refusal = unwrap(caught.value)
-    assert isinstance(refusal, InfeasibleBudgetError)
-    assert (refusal.minimum_bytes, refusal.operator) == (needed, "AdamW.step")
+    for budget in (needed - 1, needed // 2):
+        with monkeypatch.context() as patched, pytest.raises(Exception, match="foreach") as caught:
+            patched.setattr(fit._Fit, "chosen_for", search)
+            Loop(OPTIMIZERS["AdamW, foreach"], batch=2, budget=budget).compile()
+        refusal = unwrap(caught.value)
+        assert isinstance(refusal, InfeasibleBudgetError)
+        assert (refusal.minimum_bytes, refusal.operator) == (needed, "AdamW.step")
+        assert refusal.budget_bytes == budget
     exact = Loop(OPTIMIZERS["AdamW, foreach"], batch=2, budget=needed)
     exact.compile()
     assert exact.peak_bytes() <= needed
