@@ -102,7 +102,7 @@ class ChunkedSteps:
             least_bytes = max(LEAST_CHUNKED_BYTES, peak_bytes // CHUNKED_PART_DIVISOR)
             regions, refused = regions_of(joint, least_bytes)
             forms = self._forms(regions, least_bytes)
-            if isinstance(best, Outcome) and target_bytes is not None:
+            if isinstance(best, Outcome) and not _is_at_floor(best):
                 step = self._cheapest(best.stats, next(forms))
             else:
                 step = self._smallest(_Whole(plain, _peak(best, agreed)), forms, target_bytes)

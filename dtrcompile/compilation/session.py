@@ -152,10 +152,15 @@ class Session:
         limits = self.assignment.limits(
             baseline, budget_bytes, waits=waits and self.assignment.budget_bytes is None
         )
-        if not trains or self.options.is_whole_peak or not self.around_bytes:
+        if not trains or not self.holds_optimizer_step:
             return limits
         needed_bytes = self.assignment.beside.in_step_bytes(self.around_bytes)
         return replace(limits, needed_bytes=needed_bytes)
+
+    @property
+    def holds_optimizer_step(self) -> bool:
+        """Whether what is there inside of ``optimizer.step()`` is held to the budget too."""
+        return self.around_bytes > 0 and not self.options.is_whole_peak
 
     def know_around(self, around_bytes: int) -> None:
         """What is there when an optimizer steps, around a training step of this graph."""
@@ -171,7 +176,7 @@ class Session:
         Raises:
             InfeasibleBudgetError: if it is more; names what it needs.
         """
-        if budget_bytes is None or self.options.is_whole_peak or not self.around_bytes:
+        if budget_bytes is None or not self.holds_optimizer_step:
             return
         self.assignment.beside.check(budget_bytes, self.around_bytes, graphs_need_bytes)
 

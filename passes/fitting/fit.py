@@ -403,12 +403,11 @@ class Fitter:
         return self._fit.least_lowered_bytes()
 
 
-def _finds(planner: Planner, program: Program, budget_bytes: int) -> bool:
+def _plan_within(planner: Planner, program: Program, budget_bytes: int) -> Plan | None:
     try:
-        planner.plan(program, budget_bytes)
+        return planner.plan(program, budget_bytes)
     except InfeasibleBudgetError:
-        return False
-    return True
+        return None
 
 
 def fit(
@@ -598,7 +597,7 @@ class _Fit:
         )
         if not is_question:
             return None
-        self.refuse_unsearched(agreed, measured)
+        self.refuse_below_needed(agreed, measured)
         key = self.model.key_of(self.captured, self.planner, agreed)
         with disk_cache.one_at_a_time(key):
             entry = disk_cache.read(key)
@@ -624,7 +623,7 @@ class _Fit:
             disk_cache.write(key, choice.entry())
         return chosen
 
-    def refuse_unsearched(self, agreed: Limits, baseline: Measured) -> None:
+    def refuse_below_needed(self, agreed: Limits, baseline: Measured) -> None:
         """Where the budget that is needed in any case has room for the default split.
 
         Raises:
@@ -711,18 +710,15 @@ class _Fit:
         """Whether a plan of these graphs alone is found, by one look each way to search."""
         with self.timed_planning():
             return any(
-                _finds(planner, self.program, budget_bytes)
+                _plan_within(planner, self.program, budget_bytes) is not None
                 for planner in self.planner.minimum_searches()
             )
 
     def cost_within(self, budget_bytes: int) -> int | None:
         """What a plan of these graphs alone costs, in ns; None if none is found."""
         with self.timed_planning():
-            try:
-                plan = self.planner.plan(self.program, budget_bytes)
-            except InfeasibleBudgetError:
-                return None
-        return replay(self.program, plan)[1].cost_ns
+            plan = _plan_within(self.planner, self.program, budget_bytes)
+        return None if plan is None else replay(self.program, plan)[1].cost_ns
 
     def least_lowered_bytes(self) -> int:
         """As `least_planned_bytes`, with what the default split's schedule was seen to hold beyond

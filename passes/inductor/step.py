@@ -167,8 +167,8 @@ def _lowered(
     if not captured.symbols and needs_no_device and may_fork():
         given = {node.name for node in placeholders(graphs[0])}
         guessed = {n.name: _padded_strides(value(n)) for n in inputs_of_backward}
-        known = {**guessed, **dict.fromkeys(given), **expected_strides}
-        inputs = [_restrided(value(n), known[n.name]) for n in inputs_of_backward]
+        strides = {**guessed, **dict.fromkeys(given), **expected_strides}
+        inputs = [_restrided(value(n), strides[n.name]) for n in inputs_of_backward]
         with _donating(donated):
             beside = lower_beside(backward, inputs, **lowering_backward)
     try:
@@ -178,9 +178,9 @@ def _lowered(
     finally:
         if beside is not None:
             beside.close()
-    if captured.symbols:  # other sizes count than those that it was lowered with
-        return LoweredStep(captured, tuple(graphs), forward, lowered[0])
-    return LoweredStep(captured, tuple(graphs), forward, lowered[0], traced)
+    # With symbols, other sizes may count than those that it was lowered with.
+    known = None if captured.symbols else traced
+    return LoweredStep(captured, tuple(graphs), forward, lowered[0], known)
 
 
 def _lowered_forward(captured: Captured, forward: fx.GraphModule) -> Wrapper:
