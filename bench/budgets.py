@@ -7,13 +7,15 @@ can be met must raise `InfeasibleBudgetError`, and the minimum that it names mus
 
     python -m bench.budgets                       # six models, Inductor: about an hour on two cores
     python -m bench.budgets --compiler eager      # bytes counted, gradients bitwise
+    python -m bench.budgets --compiler eager --offload 25GB/s    # the same with copies to the host
     python -m bench.budgets --quick --models mlp16,unet --budgets 50%,min
 
 Prints a table, appends JSON lines to ``--out``, and exits with 1 if a promise was broken.  Each
 model runs in a process of its own.
 
 With ``--compiler eager`` the reference is the same executor without a budget, the peak is what the
-executor counted, and equal means bitwise.  Deterministic algorithms are then on: without them an
+executor counted, and equal means bitwise, so that nothing is computed in chunks, which adds up in
+another order.  Deterministic algorithms are then on: without them an
 embedding's gradient differs from run to run, budget or not, because threads add in any order.
 """
 
@@ -115,6 +117,7 @@ class Row:
     buffers_error: float | None = None
     overhead: float | None = None
     recomputed_runs: int | None = None
+    offloaded_bytes: int | None = None
     step_s: float | None = None
     step_ratio: float | None = None
     compile_s: float | None = None
@@ -157,6 +160,7 @@ class _Bench:
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name, self.compiler, self.quick = name, arguments.compiler, arguments.quick
+        self.offload: str | None = arguments.offload
         self.rounds = arguments.rounds
         self.device = torch.device(arguments.device)
         torch.use_deterministic_algorithms(self.compiler == "eager")
@@ -186,6 +190,10 @@ class _Bench:
     def trainee(self, budget: str | int | float) -> Trainee:
         module, inputs = self.build()
         options: dict[str, Any] = {"budget": budget, "compiler": self.compiler}
+        if self.compiler == "eager":
+            options["chunking"] = False
+        if self.offload is not None:
+            options["offload"] = self.offload
         return Trainee(module, inputs, torch.compile(module, backend=dtr, options=options))
 
     def unbudgeted_row(self) -> Row:
@@ -258,6 +266,7 @@ class _Bench:
             row.planned_bytes = report.planned_peak_bytes
             row.overhead = report.overhead
             row.recomputed_runs = report.recomputed_runs
+            row.offloaded_bytes = report.offloaded_bytes
             row.planning_s, row.lowering_s = report.planning_s, report.lowering_s
             allowed = report.promised_peak_bytes
             if report.budget_bytes is not None:
@@ -327,6 +336,7 @@ def run_in_process(name: str, arguments: argparse.Namespace, budgets: Sequence[s
     command += ["--budgets", ",".join(budgets), "--compiler", arguments.compiler]
     command += ["--device", arguments.device, "--rounds", str(arguments.rounds)]
     command += ["--quick"] if arguments.quick else []
+    command += [] if arguments.offload is None else ["--offload", arguments.offload]
     environment = dict(os.environ)
     use_kernel_cache(environment)
     rows: list[Row] = []
@@ -354,6 +364,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--budgets", help=f"comma-separated; default: {','.join(BUDGETS)}".replace("%", "%%")
     )
     parser.add_argument("--compiler", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument(
+        "--offload", metavar="BANDWIDTH", help="of the link to the host, such as 25GB/s"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--rounds", type=int, default=5, help="steps of each to time; 0 on a machine that is busy"

@@ -85,7 +85,7 @@ def measure(program: Program, ratio: float, link: str, baseline_bytes: int) -> R
     except InfeasibleBudgetError:
         return Row(program.name, ratio, link, None, None, None, time.perf_counter() - start)
     planning_s = time.perf_counter() - start
-    _, stats = replay(program, plan, LINKS[link])
+    _, stats = replay(program, plan)
     return Row(
         program.name,
         ratio,

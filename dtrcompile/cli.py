@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -45,7 +46,7 @@ _EXPLAIN = (
     f"{_USER_MODEL} DTRCOMPILE_ARTIFACTS=FOLDER has each compilation write its explanation to a"
     " file, which is read again here."
 )
-_HOST_LINK = "bandwidth to the host in 10⁹ bytes/s, each way, for planner offload (not emitted)"
+_HOST_LINK = "bandwidth to the host in 10⁹ bytes/s, each way, for planner offload"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -497,10 +498,10 @@ def _plan_program(parsed: argparse.Namespace) -> None:
             raise infeasible(program, budget_bytes, planner) from error
     if parsed.output is None:
         print(plan.to_text(), end="")
-        _print_stats(program, plan, link, file=sys.stderr)
+        _print_stats(program, plan, file=sys.stderr)
     else:
         write_whole(parsed.output, plan.to_text())
-        _print_stats(program, plan, link, file=sys.stdout)
+        _print_stats(program, plan, file=sys.stdout)
 
 
 def _replay(parsed: argparse.Namespace) -> None:
@@ -509,13 +510,14 @@ def _replay(parsed: argparse.Namespace) -> None:
 
     program = _read_program(parsed.program)
     plan = Plan.from_text(_read_text(parsed.plan))
-    link = _host_link(parsed)
+    if parsed.host_link is not None:
+        plan = replace(plan, host_link=_host_link(parsed))
     if parsed.steps:
-        timeline, _ = replay(program, plan, link)
+        timeline, _ = replay(program, plan)
         rows = zip(plan.steps, timeline.during_bytes, timeline.after_bytes, strict=True)
         for index, (step, during, after) in enumerate(rows):
             print(f"{index:>7} {during:>15} {after:>15}  {step}")
-    _print_stats(program, plan, link, file=sys.stdout)
+    _print_stats(program, plan, file=sys.stdout)
 
 
 def _gap(parsed: argparse.Namespace) -> None:
@@ -549,12 +551,12 @@ def _read_program(path: Path) -> Program:
     return from_json(_read_text(path))
 
 
-def _print_stats(program: Program, plan: Plan, link: HostLink | None, *, file: TextIO) -> None:
+def _print_stats(program: Program, plan: Plan, *, file: TextIO) -> None:
     from dtrcompile.passes.planning.planners.base import keep_all
     from dtrcompile.passes.program.replay import replay
 
     _, baseline = replay(program, keep_all(program))
-    _, stats = replay(program, plan, link)
+    _, stats = replay(program, plan)
     share = stats.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 1.0
     rows = [
         ("planner", plan.planner),
@@ -568,7 +570,7 @@ def _print_stats(program: Program, plan: Plan, link: HostLink | None, *, file: T
         ("overhead", f"{stats.overhead:.3f} x the baseline's compute"),
         ("extra runs", f"{stats.recomputed_operators} of {len(stats.recomputed)} operators"),
     ]
-    if link is not None:
+    if plan.host_link is not None:
         copied = f"{stats.offloaded_bytes} bytes; compute waits {stats.stall_ns} ns"
         rows.append(("to the host", copied))
     for name, text in rows:

@@ -65,6 +65,7 @@ _UNIT_BYTES = {
     "tib": 2**40,
 }
 _AMOUNT = re.compile(r"([+-]?[0-9]{1,30}(?:\.[0-9]{0,30})?|[+-]?\.[0-9]{1,30})\s*([a-zA-Z]*|%)")
+_BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]+)?\s*[kKMGT]i?B)\s*/\s*s")
 _FORMS = (
     "an int (bytes), a string such as '8GiB', '500MB' or '40%', a float in (0, 1] (that share of"
     " the unbudgeted peak), 'min' or 'auto'"
@@ -345,6 +346,8 @@ class Options:
             are known to be followed by another one do so.
         most_plans: the most plans that a graph with symbolic sizes may have at once, each for a
             range of sizes.
+        offload: values may be copied to the host and back over a link of this bandwidth, in bytes
+            per ns (10⁹ bytes/s), where that costs less than to compute them again; None: never.
         chunking: large values may be computed in chunks where a training step would otherwise not
             fit, or would cost more.
         whole_step: each graph without a backward is a whole training step, the optimizer's update
@@ -364,6 +367,7 @@ class Options:
     verify: bool = True
     several_graphs: bool = False
     most_plans: int = 4
+    offload: float | None = None
     chunking: bool = True
     whole_step: bool = False
 
@@ -375,7 +379,13 @@ class Options:
             OptionError: for an unknown name (the nearest is suggested) or an unusable value.
         """
         given = {**_defaults.values, **_checked(options)}
-        return Options(**{**_from_environment(without=given), **given})
+        found = Options(**{**_from_environment(without=given), **given})
+        if found.offload is not None and found.compiler != "eager":
+            raise OptionError(
+                "option 'offload' needs compiler='eager': the code that Inductor compiles cannot"
+                " copy to the host yet. Leave 'offload' out."
+            )
+        return found
 
     @property
     def counts_optimizers(self) -> bool:
@@ -434,7 +444,7 @@ class Options:
         return {name: _thaw(value) for name, value in self.inductor if name != "mode"}
 
     def planner_options(self) -> dict[str, Any]:
-        """The keyword arguments for `passes.planning.planners.make_planner`."""
+        """The keyword arguments of the planner, for `passes.planning.planners.make_planner`."""
         given = {"heuristic": self.heuristic, "planning_s": self.planning_s}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -644,6 +654,8 @@ def _parsed(name: str, value: Any, what: str) -> Any:
                     f" of type {type(value).__name__}."
                 )
             return value
+        case "offload":
+            return None if value is None else _parse_bandwidth(value, what)
         case "most_plans":
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(
@@ -684,6 +696,18 @@ def _parse_seconds(value: object, what: str) -> float:
             f" of type {type(value).__name__}."
         )
     return float(value)
+
+
+def _parse_bandwidth(value: object, what: str) -> float:
+    """Bytes per ns; each way, and both ways at once."""
+    match = _BANDWIDTH.fullmatch(value.strip()) if isinstance(value, str) else None
+    amount = None if match is None else _parse_amount(match[1], what)
+    if amount is None or amount.kind is not BudgetKind.BYTES or amount.size_bytes < 1:
+        raise OptionError(
+            f"{what} must be a bandwidth such as '25GB/s', of the link to the host in each"
+            f" direction, not {_show(value)}. Leave the option out to copy nothing."
+        )
+    return amount.size_bytes / 1e9
 
 
 def _planner_names() -> set[str]:

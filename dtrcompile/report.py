@@ -42,9 +42,11 @@ class CompileReport:
         promised_split: bytes at the promised peak by what they are: parameters, inputs, saved,
             temporaries, gradients, outputs.
         saved_bytes: bytes that are held between forward and backward.
-        overhead: planned cost / baseline cost; 1.0 means that nothing is computed twice.
+        overhead: planned cost / baseline cost; 1.0 means that nothing is computed twice, and that
+            nothing waits for copies.
         operators: how many operators the program has.
         recomputed: operator name -> extra runs.
+        offloaded_bytes: what is copied to the host in a step, in all.
         planner: the planner that made the plan.
         planning_s: seconds spent on planning.
         lowering_s: seconds spent on looking at the compiler's schedule for the plan.
@@ -85,6 +87,7 @@ class CompileReport:
     overhead: float = 1.0
     operators: int = 0
     recomputed: Mapping[str, int] = field(default_factory=dict)
+    offloaded_bytes: int = 0
     planner: str = ""
     planning_s: float = 0.0
     lowering_s: float = 0.0
@@ -176,8 +179,10 @@ class CompileReport:
             ("saved for backward", format_bytes(self.saved_bytes)),
             ("overhead", f"{self.overhead:.3f} x the baseline's compute"),
             ("recomputed", self._recomputed_text()),
-            ("planner", self._planner_text()),
         ]
+        if self.offloaded_bytes:
+            rows.append(("copied to the host", format_bytes(self.offloaded_bytes)))
+        rows.append(("planner", self._planner_text()))
         of_graphs = self.outside_bytes - sum(self.beside.values())
         if of_graphs > 0:
             rows.append(("other graphs hold", format_bytes(of_graphs)))

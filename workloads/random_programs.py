@@ -200,9 +200,9 @@ def check_simulator_with_link(
             run = simulate(index, budget_bytes, options)
         except InfeasibleBudgetError:
             continue
-        plan = Plan(run.steps, program.fingerprint, "test")
+        plan = Plan(run.steps, program.fingerprint, "test", link)
         assert Plan.from_text(plan.to_text()) == plan
-        timeline, stats = replay(program, plan, link)
+        timeline, stats = replay(program, plan)
         assert timeline.peak_bytes <= budget_bytes
         assert timeline.during_bytes == run.during_bytes
         assert timeline.after_bytes == run.after_bytes
@@ -224,7 +224,7 @@ def check_offload(program: Program, budget_bytes: int, link: HostLink) -> int:
         pass
     else:
         hoisted = hoist(index, run.steps, budget_bytes, link)
-        timeline, _ = replay(program, Plan(hoisted, program.fingerprint, "test"), link)
+        timeline, _ = replay(program, Plan(hoisted, program.fingerprint, "test", link))
         assert timeline.peak_bytes <= budget_bytes
     base = make_planner("dtr")
     base_ns = cost_or_none(program, base, budget_bytes)
@@ -238,7 +238,7 @@ def check_offload(program: Program, budget_bytes: int, link: HostLink) -> int:
             continue
         assert planner.plan(program, budget_bytes) == plan
         assert Plan.from_text(plan.to_text()) == plan
-        timeline, stats = replay(program, plan, tried)
+        timeline, stats = replay(program, plan)
         assert timeline.peak_bytes <= budget_bytes, plan.to_text()
         assert base_ns is None or stats.cost_ns <= base_ns, plan.to_text()
         if tried != link:

@@ -26,6 +26,8 @@ from dtrcompile.passes.graphs.sources import places_of
 from dtrcompile.passes.graphs.writes import with_early_writes
 from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.planning.planners import make_planner
+from dtrcompile.passes.planning.settings import COPY_LATENCY_NS
+from dtrcompile.passes.program.host_link import HostLink
 from dtrcompile.passes.program.sizes import at_sizes
 from dtrcompile.passes.target.tracing import not_traced
 from dtrcompile.passes.torch_private import (
@@ -228,6 +230,9 @@ def _fitter(session: Session, captured: Captured, *, always_emit: bool = False) 
         InductorModel(session.may_estimate, options.lowering_s) if is_inductor else RefereeModel()
     )
     planner = make_planner(options.planner, **options.planner_options())
+    if options.offload is not None:
+        link = HostLink(options.offload, COPY_LATENCY_NS)
+        planner = make_planner("offload", host_link=link, base=planner)
     return Fitter(captured, planner, model, always_emit=always_emit or not is_inductor)
 
 

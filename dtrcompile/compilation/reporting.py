@@ -95,6 +95,7 @@ def add_compile_report(
             overhead=stats.overhead,
             operators=len(operators),
             recomputed={operators[o].name: n for o, n in stats.recomputed.items()},
+            offloaded_bytes=stats.offloaded_bytes,
             planner=summary.plan.planner,
             planning_s=summary.planning_s,
             lowering_s=summary.lowering_s,

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.kept_choices import Choice, refusal_entry, refusal_of_entry
@@ -68,7 +69,15 @@ from dtrcompile.passes.inductor.layouts import allow_workspace
 from dtrcompile.passes.inductor.plan_order import allow_late_frees
 from dtrcompile.passes.planning.planners import minimum_plan
 from dtrcompile.passes.planning.planners.base import Planner, keep_all
-from dtrcompile.passes.program.plan import Boundary, Free, Plan, Step, refuse_copies
+from dtrcompile.passes.program.plan import (
+    Boundary,
+    Free,
+    Offload,
+    Plan,
+    Prefetch,
+    Step,
+    refuse_copies,
+)
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import MemoryTimeline, PlanStats, replay
 from dtrcompile.passes.program.sizes import Sizes, at_sizes
@@ -79,7 +88,13 @@ log = logging.getLogger("dtrcompile")
 
 
 class MemoryModel(ABC):
-    """Tells what graphs will hold once compiled."""
+    """Tells what graphs will hold once compiled.
+
+    Attributes:
+        may_copy: whether what is compiled can copy storages to the host.
+    """
+
+    may_copy: ClassVar[bool] = False
 
     @abstractmethod
     def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
@@ -126,6 +141,8 @@ class MemoryModel(ABC):
 
 class RefereeModel(MemoryModel):
     """The eager executor's: the referee's peak is exact there."""
+
+    may_copy = True
 
     def measure(
         self,
@@ -849,7 +866,8 @@ class _Fit:
             program = with_residuals(self.program, known)
             plan = planner(with_other_graphs(program, self.others))
         plan = without_residuals(without_other_graphs(plan, program), self.program)
-        refuse_copies(plan, "compiling")
+        if not self.model.may_copy:
+            refuse_copies(plan, "Inductor")
         return tighten(self.program, plan)
 
     def say(self, what: str) -> None:
@@ -1040,9 +1058,13 @@ def holding(program: Program, plan: Plan) -> Plan:
     is_after = False
     for step in plan.steps:
         is_after |= isinstance(step, Boundary)
-        if is_after and isinstance(step, Free) and step.storage not in program.handed_on:
+        if (
+            is_after
+            and isinstance(step, Free | Offload | Prefetch)
+            and step.storage not in program.handed_on
+        ):
             storage = program.storages[step.storage]
             if storage.is_constant or step.storage in program.held_from_boundary:
                 continue
         steps.append(step)
-    return Plan(tuple(steps), program.fingerprint, plan.planner)
+    return replace(plan, steps=tuple(steps), program=program.fingerprint)

@@ -14,8 +14,9 @@ from dtrcompile.passes.program.plan import (
     Boundary,
     Compute,
     Free,
+    Offload,
     Plan,
-    refuse_copies,
+    Prefetch,
     unknown_step,
 )
 from dtrcompile.passes.program.program import Program, StorageKind
@@ -30,9 +31,6 @@ def plan_moments(
     Args:
         sizes: of each storage.
         workspaces: operator -> what it holds only while it runs.
-
-    Raises:
-        UnsupportedPlanError: if the plan copies to the host.
     """
     storages = program.storages
     resident = {s.id for s in storages if s.is_constant and s.kind is not StorageKind.TANGENT}
@@ -42,7 +40,7 @@ def plan_moments(
     boundary: Moment = {}
     saved: Moment = {}
     moments = forward
-    for step in refuse_copies(plan, "plan_moments"):
+    for step in plan.steps:
         match step:
             case Compute(o):
                 operator = program.operators[o]
@@ -59,6 +57,11 @@ def plan_moments(
                 if o in workspaces:
                     extra[workspaces[o]] += 1
                 moments.append(held + extra)
+            case Prefetch(s):
+                resident.add(s)
+                held[sizes[s]] += 1
+            case Offload():
+                pass
             case Free(s):
                 resident.remove(s)
                 held[sizes[s]] -= 1

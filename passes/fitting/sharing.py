@@ -221,7 +221,7 @@ def without_other_graphs(plan: Plan, program: Program) -> Plan:
                 steps.append(Compute(step.operator - inserted))
         else:
             steps.append(step)
-    return Plan(tuple(steps), program.fingerprint, plan.planner)
+    return replace(plan, steps=tuple(steps), program=program.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@ Walks the plan's steps and copies, for each `Compute`, the operator's nodes into
 phase it runs in.  Uses refer to the newest copy of a storage; views are made again from it at each
 step.  A recomputed copy is called ``<node>_remat<k>``; what was decided about a node stands in its
 `nodes.Mark`: its step, its group, the storage that it owns.  Each `Free` becomes a call of `free`;
-`lower_frees` takes them out again for Inductor, whose wrapper frees at the last use.
+`lower_frees` takes them out again for Inductor, whose wrapper frees at the last use.  Each `Offload`
+and `Prefetch` becomes a call of an operator of `host_copies`; what is on the host at the boundary and
+comes back in backward is saved for it.
 
 The outputs keep the partitioner's contract (torch ``_functorch/partitioners.py``,
 ``_extract_fwd_bwd_modules``): forward returns the user's outputs, then saved tensors with a version
@@ -25,8 +27,13 @@ from torch import fx
 
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.graphs.capture import Captured
+from dtrcompile.passes.graphs.host_copies import add_offload, add_prefetch
 from dtrcompile.passes.graphs.modules import calls_of, output_arguments, placeholders
-from dtrcompile.passes.graphs.saved import Saved, has_no_version_check, saved_for_backward
+from dtrcompile.passes.graphs.saved import (
+    fetched_in_backward,
+    has_no_version_check,
+    saved_for_backward,
+)
 from dtrcompile.passes.nodes import (
     Role,
     attribute,
@@ -43,10 +50,11 @@ from dtrcompile.passes.nodes import (
 from dtrcompile.passes.program.plan import (
     Boundary,
     Compute,
-    DeviceStep,
     Free,
+    Offload,
     Plan,
-    refuse_copies,
+    Prefetch,
+    Step,
     unknown_step,
 )
 from dtrcompile.passes.torch_private import (
@@ -71,12 +79,8 @@ class Emitted:
 
 
 def emit(captured: Captured, plan: Plan) -> Emitted:
-    """Emit ``plan``, a plan of ``captured.program`` that the referee accepted.
-
-    Raises:
-        UnsupportedPlanError: if it copies to the host.
-    """
-    steps = list(enumerate(refuse_copies(plan, "emit")))
+    """Emit ``plan``, a plan of ``captured.program`` that the referee accepted."""
+    steps = list(enumerate(plan.steps))
     boundary = next((i for i, s in steps if isinstance(s, Boundary)), len(steps))
     progress = _Progress()
     forward = _Graph(captured, progress)
@@ -86,14 +90,22 @@ def emit(captured: Captured, plan: Plan) -> Emitted:
         return Emitted(forward.module(captured.forward), None)
 
     after = steps[boundary + 1 :]
-    saved = saved_for_backward(captured, forward.owned.keys(), [step for _, step in after])
+    steps_after = [step for _, step in after]
+    saved = saved_for_backward(
+        captured, forward.owned.keys(), steps_after, is_tight=not plan.makes_copies
+    )
     values = {original: forward.value(original) for original in saved.as_returned}
-    saved_values = [values[original] for original in saved.as_returned]
+    on_host = {s: forward.on_host[s] for s in fetched_in_backward(steps_after)}
+    saved_values = [*on_host.values(), *(values[original] for original in saved.as_returned)]
     out = forward.finish(captured.forward, [*user_outputs, *saved_values])
-    _describe_outputs(out, captured, saved, saved_values)
+    _describe_outputs(out, captured, len(on_host) + len(saved.tensors), saved_values)
 
     backward = _Graph(captured, progress)
-    for original in saved.as_received:
+    for original in saved.numbers:
+        backward.add_saved(original, values[original])
+    for s, node in on_host.items():
+        backward.add_on_host(s, node)
+    for original in (*saved.tensors, *saved.opaque):
         backward.add_saved(original, values[original])
     gradients = _emit_backward(backward, after)
     backward.finish(captured.backward, gradients)
@@ -110,7 +122,7 @@ def lower_frees(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def _emit_forward(g: _Graph, steps: Sequence[tuple[int, DeviceStep]]) -> list[object]:
+def _emit_forward(g: _Graph, steps: Sequence[tuple[int, Step]]) -> list[object]:
     """Emit forward up to its user's outputs, which are returned."""
     captured = g.captured
     for node in placeholders(captured.forward):
@@ -122,7 +134,7 @@ def _emit_forward(g: _Graph, steps: Sequence[tuple[int, DeviceStep]]) -> list[ob
     return [g.result(a) for a in arguments]
 
 
-def _emit_backward(g: _Graph, steps: Sequence[tuple[int, DeviceStep]]) -> list[object]:
+def _emit_backward(g: _Graph, steps: Sequence[tuple[int, Step]]) -> list[object]:
     """Emit backward, which has its saved values, up to the gradients, which are returned."""
     captured = g.captured
     assert captured.backward is not None
@@ -177,6 +189,7 @@ class _Graph:
         fixed: constants and numbers: one copy for all.
         kernel: tuple-valued kernels: the newest call.
         attributes: what get_attr nodes refer to, by their targets.
+        on_host: storage -> its copy on the host.
     """
 
     def __init__(self, captured: Captured, progress: _Progress) -> None:
@@ -189,10 +202,11 @@ class _Graph:
         self.fixed: dict[fx.Node, fx.Node] = {}
         self.kernel: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
+        self.on_host: dict[int, fx.Node] = {}
 
     # --- steps --------------------------------------------------------------------------------
 
-    def add_step(self, index: int, step: DeviceStep) -> None:
+    def add_step(self, index: int, step: Step) -> None:
         """Emit one step of the plan."""
         self.progress.step = index
         match step:
@@ -200,18 +214,38 @@ class _Graph:
                 self._compute(o)
             case Free(s):
                 self._free(s)
+            case Offload(s):
+                owner = self._owner(s)
+                assert owner is not None  # the referee has seen it in memory
+                self.on_host[s] = add_offload(self.graph, owner, index)
+            case Prefetch(s):
+                self._prefetch(s)
             case Boundary():
                 raise AssertionError("a boundary is between the graphs")
             case _:
                 raise unknown_step(step)
         self.progress.step = None
 
-    def _free(self, s: int) -> None:
-        owner = self.owned.pop(s, None)
+    def _owner(self, s: int) -> fx.Node | None:
+        """What holds a storage that the plan frees or copies; None if this graph does not."""
         if self.captured.program.storages[s].is_constant:  # a tangent that was handed on
-            owner = self.fixed[self.captured.storage_nodes[s]]
+            return self.fixed[self.captured.storage_nodes[s]]
+        return self.owned.get(s)
+
+    def _free(self, s: int) -> None:
+        owner = self._owner(s)
+        self.owned.pop(s, None)
         if owner is not None:
             mark(self.graph.call_function(free, (owner,)), step=self.progress.step)
+
+    def _prefetch(self, s: int) -> None:
+        original = self.captured.storage_nodes[s]
+        node = add_prefetch(self.graph, self.on_host[s], original, self.progress.step)
+        if self.captured.program.storages[s].is_constant:
+            self._fix(original, node)
+        else:
+            mark(node, storage=s)
+            self.owned[s] = node
 
     def _compute(self, o: int) -> None:
         operator = self.captured.operators[o]
@@ -357,6 +391,13 @@ class _Graph:
         else:
             self._fix(original, node)
 
+    def add_on_host(self, s: int, source: fx.Node) -> None:
+        """Add an input for what forward copied to the host: ``source`` there."""
+        node = self.graph.placeholder(source.name)
+        node.meta = dict(source.meta)
+        mark(node, step=None)
+        self.on_host[s] = node
+
     def add_numbers(self, gm: fx.GraphModule) -> None:
         """Add numbers that depend only on inputs; the rest follow the operator they come from."""
         for node in calls_of(gm):
@@ -441,14 +482,18 @@ class _Graph:
 
 
 def _describe_outputs(
-    out: fx.Node, captured: Captured, saved: Saved, saved_values: Sequence[fx.Node]
+    out: fx.Node, captured: Captured, n_tensors: int, saved_values: Sequence[fx.Node]
 ) -> None:
-    """Set the descriptions that AOTAutograd keeps on the forward's output node."""
+    """Set the descriptions that AOTAutograd keeps on the forward's output node.
+
+    Args:
+        n_tensors: how many of the values that are saved are tensors, the first.
+    """
     if "desc" not in out.meta:
         return
     descriptions = list(out.meta["desc"])[: captured.num_fwd_outputs]
     for i, node in enumerate(saved_values):
-        unchecked = i < len(saved.tensors) and has_no_version_check(node)
+        unchecked = i < n_tensors and has_no_version_check(node)
         kind: Callable[[int], object] = (
             SavedForBackwardsNoVcCheckAOTOutput if unchecked else SavedForBackwardsAOTOutput
         )

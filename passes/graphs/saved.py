@@ -19,7 +19,15 @@ from dtrcompile.passes.nodes import (
     value,
     view_base,
 )
-from dtrcompile.passes.program.plan import Boundary, Compute, DeviceStep, Free, unknown_step
+from dtrcompile.passes.program.plan import (
+    Boundary,
+    Compute,
+    Free,
+    Offload,
+    Prefetch,
+    Step,
+    unknown_step,
+)
 from dtrcompile.passes.torch_private import find_symbol_binding_fx_nodes, free_symbols
 
 
@@ -42,20 +50,38 @@ class Saved:
         """In the order in which forward returns them."""
         return (*self.tensors, *self.opaque, *self.numbers)
 
-    @property
-    def as_received(self) -> tuple[fx.Node, ...]:
-        """In the order in which backward takes them."""
-        return (*self.numbers, *self.tensors, *self.opaque)
+
+def fetched_in_backward(steps: Iterable[Step]) -> list[int]:
+    """Storages that were copied to the host in forward and come back in backward, ascending.
+
+    Args:
+        steps: of the plan, after the boundary.
+    """
+    fetched: set[int] = set()
+    copied: set[int] = set()
+    for step in steps:
+        match step:
+            case Offload(s):
+                copied.add(s)
+            case Prefetch(s):
+                fetched |= {s} - copied
+            case Compute() | Free() | Boundary():
+                pass
+            case _:
+                raise unknown_step(step)
+    return sorted(fetched)
 
 
 def saved_for_backward(
-    captured: Captured, resident: Collection[int], steps: Iterable[DeviceStep]
+    captured: Captured, resident: Collection[int], steps: Sequence[Step], *, is_tight: bool = True
 ) -> Saved:
     """What backward receives from forward.
 
     Args:
         resident: storages that are in memory when forward ends.
         steps: of the plan, after the boundary.
+        is_tight: nothing stays longer than it is read (`tighten`); else backward holds what it
+            frees without reading it, such as what was still being copied to the host.
     """
     assert captured.backward is not None
     bindings: Mapping[object, fx.Node] = find_symbol_binding_fx_nodes(captured.forward.graph)
@@ -66,7 +92,7 @@ def saved_for_backward(
             for n in map(captured.resolve, node.all_input_nodes):
                 if not is_tensor(n) and not is_sequence(n):
                     needs.add(n)
-    needs.walk(resident, steps)
+    needs.walk(resident, steps, is_tight)
     for argument in output_arguments(captured.backward):
         if isinstance(argument, fx.Node):
             needs.add(argument)
@@ -125,7 +151,7 @@ class _Needs:
         self.symbols: set[object] = set()
         self.made: set[int] = set()  # storages that backward has computed
 
-    def walk(self, resident: Collection[int], steps: Iterable[DeviceStep]) -> None:
+    def walk(self, resident: Collection[int], steps: Iterable[Step], is_tight: bool) -> None:
         """Add what the steps of backward read."""
         present = set(resident)
         for step in steps:
@@ -140,7 +166,14 @@ class _Needs:
                     self.made |= made - present  # the others are a multi-output's duplicates
                     present |= made
                 case Free(s):
+                    if s in present and not is_tight:
+                        self.add(self.captured.storage_nodes[s])
                     present.discard(s)
+                case Offload(s):
+                    self.add(self.captured.storage_nodes[s])
+                case Prefetch(s):
+                    self.made.add(s)
+                    present.add(s)
                 case Boundary():
                     pass
                 case _:

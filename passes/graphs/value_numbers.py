@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from dtrcompile.passes.graphs.emit import free
+from dtrcompile.passes.graphs.host_copies import offload, prefetch
 from dtrcompile.passes.graphs.modules import output_arguments, placeholders
 from dtrcompile.passes.graphs.split import Split
 from dtrcompile.passes.nodes import (
@@ -161,6 +162,12 @@ class _Walk:
 
     def _call(self, node: fx.Node) -> None:
         found = self.found
+        if node.target in (offload, prefetch):
+            # A copy has the value of what it is a copy of, in a storage of its own.
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            self._own(node, found.number[source])
+            return
         kind = role(node)
         base = view_base(node)
         found.owner[node] = node if base is None else found.owner[base]

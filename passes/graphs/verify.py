@@ -22,6 +22,7 @@ from torch import fx
 from dtrcompile.passes.errors import CaptureError, VerificationError
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, free
+from dtrcompile.passes.graphs.host_copies import offload
 from dtrcompile.passes.graphs.modules import placeholders
 from dtrcompile.passes.graphs.split import Split
 from dtrcompile.passes.graphs.value_numbers import Numbered, ValueNumbers, is_owner
@@ -29,10 +30,11 @@ from dtrcompile.passes.nodes import Role, effect_of, is_tensor, mark_of, role
 from dtrcompile.passes.program.plan import (
     Boundary,
     Compute,
-    DeviceStep,
     Free,
+    Offload,
     Plan,
-    refuse_copies,
+    Prefetch,
+    Step,
     unknown_step,
 )
 from dtrcompile.passes.program.program import StorageKind
@@ -57,9 +59,7 @@ class Verifier:
 
         Raises:
             VerificationError: naming the node and the step.
-            UnsupportedPlanError: if the plan copies to the host.
         """
-        steps = refuse_copies(plan, "verify_emitted")
         try:
             made = Split.of(emitted.forward, emitted.backward, self.captured.num_fwd_outputs)
         except CaptureError as error:
@@ -67,7 +67,7 @@ class Verifier:
         found = self.numbers.number(made, self.updated)
         _check_effects(self.wanted, found)
         _check_values(self.wanted, found)
-        _check_memory(self.captured, steps, timeline, emitted, self.wanted, found)
+        _check_memory(self.captured, plan.steps, timeline, emitted, self.wanted, found)
 
 
 def verify_emitted(
@@ -135,7 +135,7 @@ def _check_values(wanted: Numbered, found: Numbered) -> None:
 
 def _check_memory(
     captured: Captured,
-    steps: Sequence[DeviceStep],
+    steps: Sequence[Step],
     timeline: MemoryTimeline,
     emitted: Emitted,
     wanted: Numbered,
@@ -157,6 +157,8 @@ def _check_memory(
         owner = found.owner[node]
         if owner in forward.live:
             received[owner] = forward.live[owner]
+        elif owner is not node and owner.target is offload:
+            continue
         elif owner is not node and owner.op == "call_function" and is_tensor(node):
             raise VerificationError(f"backward takes {node.name!r}, which is in no storage")
     after = steps[boundary + 1 :]
@@ -203,7 +205,7 @@ class _Memory:
     def __init__(
         self,
         storages: _Storages,
-        steps: Sequence[DeviceStep],
+        steps: Sequence[Step],
         first: int,
         timeline: MemoryTimeline,
         always: Collection[int],
@@ -232,6 +234,8 @@ class _Memory:
                 self._check_order_of_marks(node)
             if node.target is free:
                 self._free(node)
+            elif node.target is offload:
+                self._offload(node)
             elif node.op in ("placeholder", "get_attr"):
                 self._constant(node)
             elif node.op == "call_function" and self.storages.of(node):
@@ -322,6 +326,14 @@ class _Memory:
         self.freed[owner] = step
         self._compare_bytes(node)
 
+    def _offload(self, node: fx.Node) -> None:
+        """A copy to the host: of what is there, where the plan copies it."""
+        (given,) = node.all_input_nodes
+        s = self.live.get(self.storages.found.owner[given])
+        step = mark_of(node).step
+        if s is None or step is None or self.steps[step - self.first] != Offload(s):
+            raise VerificationError(f"{node.name!r} copies {given.name!r} where the plan does not")
+
     def _end(self) -> None:
         if self.missing or self._next_event() is not None:
             raise VerificationError(
@@ -335,12 +347,12 @@ class _Memory:
         for index in range(self.next, len(self.steps)):
             step = self.steps[index]
             match step:
-                case Compute():
+                case Compute() | Prefetch():
                     changes = bool(self._allocated_by(index))
                 case Free(s):
                     # Else an output that is handed on, and that backward does not take.
                     changes = s in self.present
-                case Boundary():
+                case Boundary() | Offload():
                     changes = False
                 case _:
                     raise unknown_step(step)
@@ -351,6 +363,8 @@ class _Memory:
     def _allocated_by(self, index: int) -> set[int]:
         """What a step has to allocate that is not there."""
         step = self.steps[index]
+        if isinstance(step, Prefetch):
+            return {step.storage} - self.present
         if not isinstance(step, Compute):
             return set()
         tensors = self.program.tensors

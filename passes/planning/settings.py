@@ -156,6 +156,10 @@ the measured cost of moves, for which no figure is known."""
 
 # Planner `offload`
 
+COPY_LATENCY_NS: Final = 10_000
+"""What a copy to the host or back takes beside its bytes: about a launch, and an event that another
+stream waits for.  Not measured."""
+
 OFFLOAD_LINK_PRICES: Final = (0.0, 0.005, 0.02, 0.06, 0.15)
 """Prices of the link's time (`link_forecast.LinkForecast`) with which the simulator is run.  Not
 measured."""

@@ -12,9 +12,10 @@ be compared with ``diff``::
     boundary
     compute 1
 
-A storage can also be moved to the host and back (`host_link.HostLink`): ``offload 3`` starts a
-copy to the host, ``free 3`` waits for it, ``prefetch 3`` starts the copy back.  Planners write such
-steps only if they are given a link, and nothing emits them yet (`refuse_copies`).
+A storage can also be moved to the host and back: ``offload 3`` starts a copy to the host, ``free 3``
+waits for it, ``prefetch 3`` starts the copy back.  Planners write such steps only if they are given
+a link (`host_link.HostLink`), which is then a part of the plan: ``link 25.0 10000`` is one of 25 GB/s
+and 10 µs.  The eager executor makes such copies; Inductor does not yet (`refuse_copies`).
 
 `Step` is a closed union: code that does something else for each kind of step ends in
 `unknown_step`, so that the type checker names every such place when a kind is added.
@@ -22,12 +23,15 @@ steps only if they are given a link, and nothing emits them yet (`refuse_copies`
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
 from dtrcompile.passes.errors import PlanError, UnsupportedPlanError
+from dtrcompile.passes.program.host_link import HostLink
 
 _HEADER = "dtrcompile-plan 1"
+_LINK = re.compile(r"(inf|[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?) ([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +105,19 @@ class Plan:
         steps: what to do.
         program: fingerprint of the program that the plan is for.
         planner: name of the planner that made it.
+        host_link: over which it copies; None if it makes no copies.
     """
 
     steps: tuple[Step, ...]
     program: str
     planner: str
+    host_link: HostLink | None = None
 
     def to_text(self) -> str:
         """The text form; `from_text` reads it back to an equal plan."""
         lines = [_HEADER, f"program {self.program}", f"planner {self.planner}"]
+        if self.host_link is not None:
+            lines.append(f"link {self.host_link.bytes_per_ns!r} {self.host_link.latency_ns}")
         for step in self.steps:
             match step:
                 case Compute(operator):
@@ -137,11 +145,14 @@ class Plan:
         if not lines or lines[0].strip() != _HEADER:
             raise PlanError(f"line 1: expected {_HEADER!r}; this is not a plan of this version")
         fields: dict[str, str] = {}
+        link: HostLink | None = None
         steps: list[Step] = []
         for number, line in enumerate(lines[1:], start=2):
             word, _, rest = line.strip().partition(" ")
             if word in ("program", "planner") and rest:
                 fields[word] = rest
+            elif word == "link" and (numbers := _LINK.fullmatch(rest)):
+                link = HostLink(float(numbers[1]), int(numbers[2]))
             elif word in _NUMBERED and rest.isdecimal():
                 steps.append(_NUMBERED[word](int(rest)))
             elif word == "boundary" and not rest:
@@ -149,12 +160,18 @@ class Plan:
             elif line.strip():
                 raise PlanError(
                     f"line {number}: cannot read {line!r}; expected 'compute N', 'free N',"
-                    " 'offload N', 'prefetch N', 'boundary', 'program ID' or 'planner NAME'"
+                    " 'offload N', 'prefetch N', 'boundary', 'program ID', 'planner NAME' or"
+                    " 'link BYTES_PER_NS LATENCY_NS'"
                 )
         for name in ("program", "planner"):
             if name not in fields:
                 raise PlanError(f"the plan has no {name!r} line")
-        return Plan(tuple(steps), fields["program"], fields["planner"])
+        return Plan(tuple(steps), fields["program"], fields["planner"], link)
+
+    @property
+    def makes_copies(self) -> bool:
+        """Whether a storage is copied to the host."""
+        return any(isinstance(step, Offload) for step in self.steps)
 
 
 def refuse_copies(plan: Plan, what: str) -> tuple[DeviceStep, ...]:
@@ -170,8 +187,8 @@ def refuse_copies(plan: Plan, what: str) -> tuple[DeviceStep, ...]:
                 steps.append(step)
             case Offload() | Prefetch():
                 raise UnsupportedPlanError(
-                    f"{what} cannot handle step {index} ({step}) of a plan by {plan.planner!r}:"
-                    " copies to the host are planned and replayed, not emitted. Plan without"
+                    f"{what} cannot handle step {index} ({step}) of a plan by {plan.planner!r},"
+                    " which copies to the host: only the eager executor makes copies. Plan without"
                     " host_link."
                 )
             case _:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtrcompile.passes.errors import PlanError
-from dtrcompile.passes.program.host_link import HostLink, LinkClock
+from dtrcompile.passes.program.host_link import LinkClock
 from dtrcompile.passes.program.plan import (
     Boundary,
     Compute,
@@ -106,13 +106,8 @@ class PlanStats:
         return sum(self.recomputed.values())
 
 
-def replay(
-    program: Program, plan: Plan, link: HostLink | None = None
-) -> tuple[MemoryTimeline, PlanStats]:
+def replay(program: Program, plan: Plan) -> tuple[MemoryTimeline, PlanStats]:
     """Run ``plan`` and return what it holds and costs.
-
-    Args:
-        link: the host link that a plan that copies to the host was made for.
 
     Raises:
         PlanError: if a rule is broken; the message prints the neighbouring steps.
@@ -122,14 +117,14 @@ def replay(
             f"the plan is for program {plan.program}, this one is {program.fingerprint};"
             " plan again for this program"
         )
-    return _Replay(program, plan, link).run()
+    return _Replay(program, plan).run()
 
 
 class _Replay:
-    def __init__(self, program: Program, plan: Plan, link: HostLink | None) -> None:
+    def __init__(self, program: Program, plan: Plan) -> None:
         self.program = program
         self.plan = plan
-        self.clock = None if link is None else LinkClock(link)
+        self.clock = None if plan.host_link is None else LinkClock(plan.host_link)
         self.on_host: dict[int, frozenset[int]] = {}  # storage -> its tensors when it was copied
         self.index = 0
         self.in_backward = False
@@ -344,7 +339,7 @@ class _Replay:
 
     def link_clock(self) -> LinkClock:
         if self.clock is None:
-            raise self.fail("the plan copies to the host; replay it with the link it was made for")
+            raise self.fail("the plan copies to the host, but does not say over which link")
         return self.clock
 
     def check_may_leave(self, s: int, what: str) -> None:

@@ -27,9 +27,11 @@ from dtrcompile.passes.program.program import Phase, Program
 def tighten(program: Program, plan: Plan) -> Plan:
     """The plan without dead recomputations and late frees; ``plan`` must be valid.
 
-    Raises:
-        UnsupportedPlanError: if it copies to the host.
+    A plan with copies to the host is returned as it is, since `planning.hoist` has left out what it
+    does not need.
     """
+    if plan.makes_copies:
+        return plan
     steps: list[Step] = []
     for kept in _needed_steps(program, refuse_copies(plan, "tighten")):
         steps.append(kept.step)

@@ -24,6 +24,7 @@ from dtrcompile.passes.fitting.residuals import with_residuals
 from dtrcompile.passes.graphs import emit as emit_module
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, emit, free
+from dtrcompile.passes.graphs.host_copies import add_offload, offload, prefetch
 from dtrcompile.passes.graphs.verify import verify_emitted
 from dtrcompile.passes.inductor import ScheduleTrace, Wrapper, lower, trace
 from dtrcompile.passes.inductor.patches import keep_plan_order
@@ -41,7 +42,7 @@ from dtrcompile.passes.nodes import aten, draws_random_numbers, mark_of, why_not
 from dtrcompile.passes.planning.planners import make_planner, minimum_plan
 from dtrcompile.passes.planning.planners.base import keep_all
 from dtrcompile.passes.program.host_link import HostLink
-from dtrcompile.passes.program.plan import Offload, Plan
+from dtrcompile.passes.program.plan import Boundary, Offload, Plan, Prefetch
 from dtrcompile.passes.program.program import Phase, StorageKind
 from dtrcompile.passes.program.replay import PlanStats, replay
 from dtrcompile.passes.program.tighten import tighten
@@ -790,7 +791,11 @@ def test_a_little_less_than_the_smallest_is_refused() -> None:
     assert caught.value.minimum_bytes == peak_bytes
 
 
-def test_a_plan_with_copies_is_refused_wherever_it_would_be_compiled() -> None:
+class WithoutCopies(RefereeModel):
+    may_copy = False
+
+
+def test_copies_to_the_host_are_emitted_as_the_plan_has_them() -> None:
     captured = captured_of(MLP(), torch.randn(64, 16))
     program = captured.program
     peak_bytes = replay(program, keep_all(program))[0].peak_bytes
@@ -799,11 +804,29 @@ def test_a_plan_with_copies_is_refused_wherever_it_would_be_compiled() -> None:
                     + peak_bytes) // 2  # fmt: skip
     plan = planner.plan(program, budget_bytes)
     assert any(isinstance(step, Offload) for step in plan.steps)
-    timeline, _ = replay(program, plan, planner.link)
-    with pytest.raises(UnsupportedPlanError, match="emit"):
-        emit(captured, plan)
-    emitted = emit(captured, keep_all(program))
-    with pytest.raises(UnsupportedPlanError, match="verify_emitted"):
+    timeline, _ = replay(program, plan)
+    emitted = emit(captured, plan)
+    verify_emitted(captured, plan, timeline, emitted)
+    assert emitted.backward is not None
+    boundary = plan.steps.index(Boundary())
+    phases = ((emitted.forward, plan.steps[:boundary]), (emitted.backward, plan.steps[boundary:]))
+    for graph, steps in phases:
+        for kind, operator in ((Offload, offload), (Prefetch, prefetch)):
+            copies = graph.graph.find_nodes(op="call_function", target=operator)
+            assert len(copies) == sum(isinstance(step, kind) for step in steps)
+    # A copy of something else, and one that the plan does not have.
+    copy, *_ = emitted.forward.graph.find_nodes(op="call_function", target=offload)
+    other = next(n for n in emitted.forward.graph.nodes if mark_of(n).storage is not None)
+    right = copy.args
+    copy.args = (other,)
+    with pytest.raises(VerificationError):
         verify_emitted(captured, plan, timeline, emitted)
-    with pytest.raises(UnsupportedPlanError, match="compiling"):
-        fit(captured, planner, lambda _: Limits(budget_bytes), RefereeModel())
+    copy.args = right
+    with emitted.forward.graph.inserting_after(copy):
+        add_offload(emitted.forward.graph, copy.all_input_nodes[0], None)
+    with pytest.raises(VerificationError, match="where the plan does not"):
+        verify_emitted(captured, plan, timeline, emitted)
+    fitted = fit(captured, planner, lambda _: Limits(budget_bytes), RefereeModel())
+    assert fitted.measured.peak_bytes <= budget_bytes
+    with pytest.raises(UnsupportedPlanError, match="Inductor cannot"):
+        fit(captured, planner, lambda _: Limits(budget_bytes), WithoutCopies())

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dtrcompile
+from dtrcompile.options import variable_of
 from dtrcompile.passes.graphs import grouping
 from tests.integration.scenarios import BATCH, SCENARIOS, WIDTH, Against, UNet, batch, layers
 from workloads.training import (
@@ -112,6 +113,26 @@ def test_values_that_loops_compute_inside_change_no_bit(
     expected = unbudgeted(name)
     monkeypatch.setattr(grouping, "_loads_cost_most", lambda _node: True)
     assert_bitwise(observe_dtr(SCENARIOS[name].run, "min"), expected)
+
+
+# Those that save the most, draw, write, or hand on what they save.
+_COPIED_FIRST = (
+    "attention_with_dropout",
+    "convolutions",
+    "input_mutation_that_gradients_need",
+    "multi_output_operators",
+    "several_forwards_with_dropout_before_backward",
+    "views_and_slices",
+)
+
+
+@pytest.mark.parametrize("name", with_others_as_sweep(_COPIED_FIRST), scope="module")
+def test_copies_to_the_host_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = unbudgeted(name)
+    monkeypatch.setenv(variable_of("offload"), "100GB/s")
+    assert_bitwise(observe_dtr(SCENARIOS[name].run, "min"), expected)
+    if name in _COPIED_FIRST:
+        assert any(report.offloaded_bytes for report in dtrcompile.reports())
 
 
 TOLERANCE = {Against.CLOSE: (1e-4, 1e-4), Against.LOOSE: (5e-2, 5e-2)}

@@ -188,6 +188,11 @@ def test_anything_is_either_a_positive_budget_or_an_option_error(value: object) 
         ({"heuristic": "no-such"}, "unknown heuristic 'no-such'"),
         ({"heuristic": 3}, "option 'heuristic' must be the name of a heuristic, not 3"),
         ({"planning_s": "5"}, "option 'planning_s' must be a number of seconds"),
+        ({"offload": 25}, "option 'offload' must be a bandwidth such as '25GB/s'"),
+        ({"offload": "25GB"}, "of the link to the host in each direction, not '25GB'"),
+        ({"offload": "0GB/s"}, "must be a bandwidth"),
+        ({"offload": "1.2.3GB/s"}, "must be a bandwidth"),
+        ({"offload": "25GB/s"}, "option 'offload' needs compiler='eager'"),
         ({"planning_s": -1}, "0 or more, not -1"),
         ({"lowering_s": -1}, "option 'lowering_s' must be a number of seconds, 0 or more"),
         ({"planning_s": float("nan")}, "0 or more, not nan"),
@@ -296,6 +301,12 @@ class TestWhichSourceWins:
         assert options.budget == Budget.parse("10%")
         assert options.compiler == "eager"
 
+    def test_a_bandwidth_in_bytes_per_ns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert Options.parse({"compiler": "eager", "offload": "25GB/s"}).offload == 25.0
+        assert Options.parse({"compiler": "eager", "offload": "2 GiB / s"}).offload == 2**31 / 1e9
+        monkeypatch.setenv("DTRCOMPILE_OFFLOAD", "500MB/s")
+        assert Options.parse({"compiler": "eager"}).offload == 0.5
+
     def test_a_bad_environment_variable_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(BUDGET_VARIABLE, "lots")
         with pytest.raises(OptionError, match="environment variable DTRCOMPILE_BUDGET"):
@@ -321,6 +332,7 @@ class TestWhichSourceWins:
             ("verify", "no", False),
             ("several_graphs", "1", True),
             ("most_plans", "2", 2),
+            ("chunking", "0", False),
         ],
     )
     def test_every_option_has_a_variable(

@@ -141,7 +141,7 @@ def _smaller(program: Program, quick: Planner, found: _Smallest) -> _Smallest:
         except InfeasibleBudgetError:
             low, step = budget_bytes, 0
         else:
-            peak_bytes = replay(program, plan, quick.link)[0].peak_bytes
+            peak_bytes = replay(program, plan)[0].peak_bytes
             found = _Smallest(peak_bytes, budget_bytes, plan)
             step *= 2
         middle = (low + found.peak_bytes) // 2
@@ -152,7 +152,7 @@ def _smaller(program: Program, quick: Planner, found: _Smallest) -> _Smallest:
 def infeasible(program: Program, budget_bytes: int, planner: Planner) -> InfeasibleBudgetError:
     """The error to raise: what the smallest budget is, and what stands in its way."""
     minimum_bytes, plan = _minimum(program, planner)
-    timeline, stats = replay(program, plan, planner.link)
+    timeline, stats = replay(program, plan)
     resident = sorted(
         (program.storages[s] for s in timeline.peak_resident),
         key=lambda s: (-s.size_bytes, s.id),

@@ -30,11 +30,6 @@ class Planner(ABC):
             InfeasibleBudgetError: if this planner finds none.
         """
 
-    @property
-    def link(self) -> HostLink | None:
-        """What its plans are to be replayed with; None if they copy nothing to the host."""
-        return None
-
     def for_minimum(self) -> Planner:
         """The variant to search the smallest budget with: finds the same budgets, but faster."""
         return self

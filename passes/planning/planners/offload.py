@@ -12,7 +12,7 @@ referee, who adds up what compute waits for, decides:
 
 All but the first have their copies moved by `hoist`.  So a plan is never dearer than the base
 planner's, and where the base planner finds none, a copy may still make room.  Without a
-``host_link`` this is the base planner.  Copies are not emitted: `fitting.fit` refuses such plans.
+``host_link`` this is the base planner.
 """
 
 from __future__ import annotations
@@ -65,10 +65,6 @@ class OffloadPlanner(Planner):
     base: Planner = field(default_factory=AutoPlanner)
     first_fit: bool = False
 
-    @property
-    def link(self) -> HostLink | None:
-        return self.host_link
-
     def plan(self, program: Program, budget_bytes: int) -> Plan:
         if self.host_link is None:
             return self.base.plan(program, budget_bytes)
@@ -114,7 +110,7 @@ class _Search:
         Raises:
             PlanError: if it is over the budget; a bug.
         """
-        timeline, stats = replay(self.program, plan, self.link)
+        timeline, stats = replay(self.program, plan)
         if timeline.peak_bytes > self.budget_bytes:
             raise PlanError(
                 f"{plan.planner} planned {timeline.peak_bytes} bytes for a budget of"
@@ -128,7 +124,8 @@ class _Search:
     def offer_hoisted(self, steps: Sequence[Step]) -> int:
         """As `offer`, with the copies moved to where compute hides them."""
         hoisted = hoist(self.index, steps, self.budget_bytes, self.link)
-        return self.offer(Plan(hoisted, self.program.fingerprint, OffloadPlanner.name))
+        plan = Plan(hoisted, self.program.fingerprint, OffloadPlanner.name)
+        return self.offer(replace(plan, host_link=self.link) if plan.makes_copies else plan)
 
     def replace_recomputations(self, base: Plan) -> None:
         """Copies for the recomputations that cost most per ns of copying."""
