@@ -379,13 +379,7 @@ class Options:
             OptionError: for an unknown name (the nearest is suggested) or an unusable value.
         """
         given = {**_defaults.values, **_checked(options)}
-        found = Options(**{**_from_environment(without=given), **given})
-        if found.offload is not None and found.compiler != "eager":
-            raise OptionError(
-                "option 'offload' needs compiler='eager': the code that Inductor compiles cannot"
-                " copy to the host yet. Leave 'offload' out."
-            )
-        return found
+        return Options(**{**_from_environment(without=given), **given})
 
     @property
     def counts_optimizers(self) -> bool:

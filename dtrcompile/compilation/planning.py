@@ -15,7 +15,7 @@ from dtrcompile.compilation.segments import fitted_in_segments
 from dtrcompile.compilation.session import Session, available_bytes, device_of_graph
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.costs import make_cost_model
-from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
 from dtrcompile.passes.fitting.fit import Fitter, MemoryModel, Outcome, RefereeModel
 from dtrcompile.passes.fitting.inductor_model import InductorModel
 from dtrcompile.passes.fitting.progress import CAPTURE
@@ -231,6 +231,13 @@ def _fitter(session: Session, captured: Captured, *, always_emit: bool = False) 
     )
     planner = make_planner(options.planner, **options.planner_options())
     if options.offload is not None:
+        device = device_of(captured)
+        if device.type != "cpu":
+            raise OptionError(
+                f"option 'offload' is possible on the CPU only, not on {device}: copies that run"
+                " beside compute need streams, which the compiled code does not use yet. Leave"
+                " 'offload' out."
+            )
         link = HostLink(options.offload, COPY_LATENCY_NS)
         planner = make_planner("offload", host_link=link, base=planner)
     return Fitter(captured, planner, model, always_emit=always_emit or not is_inductor)

@@ -16,7 +16,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from dtrcompile.passes.errors import DTRError, InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.kept_choices import Choice, refusal_entry, refusal_of_entry
@@ -76,7 +75,6 @@ from dtrcompile.passes.program.plan import (
     Plan,
     Prefetch,
     Step,
-    refuse_copies,
 )
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import MemoryTimeline, PlanStats, replay
@@ -88,13 +86,7 @@ log = logging.getLogger("dtrcompile")
 
 
 class MemoryModel(ABC):
-    """Tells what graphs will hold once compiled.
-
-    Attributes:
-        may_copy: whether what is compiled can copy storages to the host.
-    """
-
-    may_copy: ClassVar[bool] = False
+    """Tells what graphs will hold once compiled."""
 
     @abstractmethod
     def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
@@ -141,8 +133,6 @@ class MemoryModel(ABC):
 
 class RefereeModel(MemoryModel):
     """The eager executor's: the referee's peak is exact there."""
-
-    may_copy = True
 
     def measure(
         self,
@@ -866,8 +856,6 @@ class _Fit:
             program = with_residuals(self.program, known)
             plan = planner(with_other_graphs(program, self.others))
         plan = without_residuals(without_other_graphs(plan, program), self.program)
-        if not self.model.may_copy:
-            refuse_copies(plan, "Inductor")
         return tighten(self.program, plan)
 
     def say(self, what: str) -> None:

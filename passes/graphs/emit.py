@@ -4,9 +4,9 @@ Walks the plan's steps and copies, for each `Compute`, the operator's nodes into
 phase it runs in.  Uses refer to the newest copy of a storage; views are made again from it at each
 step.  A recomputed copy is called ``<node>_remat<k>``; what was decided about a node stands in its
 `nodes.Mark`: its step, its group, the storage that it owns.  Each `Free` becomes a call of `free`;
-`lower_frees` takes them out again for Inductor, whose wrapper frees at the last use.  Each `Offload`
-and `Prefetch` becomes a call of an operator of `host_copies`; what is on the host at the boundary and
-comes back in backward is saved for it.
+`lower_frees` takes them out again for Inductor, whose wrapper frees at the last use.  Each
+`Offload` and `Prefetch` becomes a call of an operator of `host_copies`; what is on the host at the
+boundary and comes back in backward is saved for it.
 
 The outputs keep the partitioner's contract (torch ``_functorch/partitioners.py``,
 ``_extract_fwd_bwd_modules``): forward returns the user's outputs, then saved tensors with a version

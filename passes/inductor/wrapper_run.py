@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrcompile.passes.device.allocators import EXACT, Allocator
 from dtrcompile.passes.device.workspaces import may_hold_workspace, workspace_bytes
 from dtrcompile.passes.errors import VerificationError
+from dtrcompile.passes.graphs.host_copies import offload
 from dtrcompile.passes.inductor.dry_run import Wrapper
 from dtrcompile.passes.inductor.lowering import NO_WRAPPER
 from dtrcompile.passes.inductor.schedule_trace import Cause, Event, ScheduleTrace
@@ -291,7 +292,12 @@ def _in_copied_storage(source: torch.Tensor, result: torch.Tensor) -> torch.Tens
 
 
 class _Counting(TorchDispatchMode):
-    """Tells the recorder about the storage of everything an operator returns."""
+    """Tells the recorder about the storage of everything an operator returns.
+
+    Attributes:
+        inputs: addresses of storages that are not counted.
+        on_host: what was copied to the host; kept here so that no address is used again.
+    """
 
     supports_higher_order_operators = True
 
@@ -301,11 +307,16 @@ class _Counting(TorchDispatchMode):
         self.inputs = inputs
         self.lines = lines
         self.conditions: set[str] = set()
+        self.on_host: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return self._condition()
         result = func(*args, **(kwargs or {}))
+        if func is offload:  # to memory that does not count
+            self.on_host.append(result)
+            self.inputs.add(result.untyped_storage()._cdata)
+            return result
         if func in _COPY_THE_STORAGE:
             result = _in_copied_storage(args[0], result)
         for t in pytree.tree_leaves(result):

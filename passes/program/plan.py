@@ -12,10 +12,10 @@ be compared with ``diff``::
     boundary
     compute 1
 
-A storage can also be moved to the host and back: ``offload 3`` starts a copy to the host, ``free 3``
-waits for it, ``prefetch 3`` starts the copy back.  Planners write such steps only if they are given
-a link (`host_link.HostLink`), which is then a part of the plan: ``link 25.0 10000`` is one of 25 GB/s
-and 10 µs.  The eager executor makes such copies; Inductor does not yet (`refuse_copies`).
+A storage can also be moved to the host and back: ``offload 3`` starts a copy to the host,
+``free 3`` waits for it, ``prefetch 3`` starts the copy back.  Planners write such steps only if
+they are given a link (`host_link.HostLink`), which is then a part of the plan: ``link 25.0 10000``
+is one of 25 GB/s and 10 µs.
 
 `Step` is a closed union: code that does something else for each kind of step ends in
 `unknown_step`, so that the type checker names every such place when a kind is added.
@@ -188,8 +188,7 @@ def refuse_copies(plan: Plan, what: str) -> tuple[DeviceStep, ...]:
             case Offload() | Prefetch():
                 raise UnsupportedPlanError(
                     f"{what} cannot handle step {index} ({step}) of a plan by {plan.planner!r},"
-                    " which copies to the host: only the eager executor makes copies. Plan without"
-                    " host_link."
+                    " which copies to the host. Plan without host_link."
                 )
             case _:
                 raise unknown_step(step)

@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import dtrcompile
 from dtrcompile.compilation import planning
+from dtrcompile.options import variable_of
 from dtrcompile.outside.uncompiled import forget, told
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.errors import InfeasibleBudgetError, VerificationError
@@ -211,6 +212,25 @@ def test_gradients_and_allocator_peak(budget: object, make: Callable[[], tuple[A
     else:
         assert report.recomputed_runs > 0
     assert_bitwise(gradients_of(module), first_gradients)  # the step that was measured
+
+
+def test_copies_to_the_host_hold_what_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = plain(model_and_batch)
+    torch._dynamo.reset()
+    monkeypatch.setenv(variable_of("offload"), "100GB/s")
+    module, *inputs = model_and_batch()
+    compiled = compile_dtr(module, "50%", compiler="inductor")
+    first = step_of(compiled, module, *inputs)
+    assert relative_error(first["gradients"], expected["gradients"]) <= SAME
+    (report,) = dtrcompile.reports()
+    assert report.offloaded_bytes > 0
+    assert report.budget_bytes is not None
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(SEED + 1)
+    peak_bytes = live_peak_bytes(lambda: compiled(*inputs).backward())
+    held_bytes = peak_bytes + static_bytes(module, *inputs)
+    assert 0 <= report.promised_peak_bytes - held_bytes <= 8
+    assert report.promised_peak_bytes <= report.budget_bytes
 
 
 def test_the_stock_memory_budget_is_wrong_with_dropout_and_ours_is_not() -> None:

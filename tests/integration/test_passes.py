@@ -14,7 +14,6 @@ from torch import fx, nn
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.errors import (
     InfeasibleBudgetError,
-    UnsupportedPlanError,
     VerificationError,
 )
 from dtrcompile.passes.fitting import fit as fit_module
@@ -791,10 +790,6 @@ def test_a_little_less_than_the_smallest_is_refused() -> None:
     assert caught.value.minimum_bytes == peak_bytes
 
 
-class WithoutCopies(RefereeModel):
-    may_copy = False
-
-
 def test_copies_to_the_host_are_emitted_as_the_plan_has_them() -> None:
     captured = captured_of(MLP(), torch.randn(64, 16))
     program = captured.program
@@ -828,5 +823,3 @@ def test_copies_to_the_host_are_emitted_as_the_plan_has_them() -> None:
         verify_emitted(captured, plan, timeline, emitted)
     fitted = fit(captured, planner, lambda _: Limits(budget_bytes), RefereeModel())
     assert fitted.measured.peak_bytes <= budget_bytes
-    with pytest.raises(UnsupportedPlanError, match="Inductor cannot"):
-        fit(captured, planner, lambda _: Limits(budget_bytes), WithoutCopies())

@@ -192,7 +192,6 @@ def test_anything_is_either_a_positive_budget_or_an_option_error(value: object) 
         ({"offload": "25GB"}, "of the link to the host in each direction, not '25GB'"),
         ({"offload": "0GB/s"}, "must be a bandwidth"),
         ({"offload": "1.2.3GB/s"}, "must be a bandwidth"),
-        ({"offload": "25GB/s"}, "option 'offload' needs compiler='eager'"),
         ({"planning_s": -1}, "0 or more, not -1"),
         ({"lowering_s": -1}, "option 'lowering_s' must be a number of seconds, 0 or more"),
         ({"planning_s": float("nan")}, "0 or more, not nan"),
@@ -302,10 +301,10 @@ class TestWhichSourceWins:
         assert options.compiler == "eager"
 
     def test_a_bandwidth_in_bytes_per_ns(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert Options.parse({"compiler": "eager", "offload": "25GB/s"}).offload == 25.0
-        assert Options.parse({"compiler": "eager", "offload": "2 GiB / s"}).offload == 2**31 / 1e9
+        assert Options.parse({"offload": "25GB/s"}).offload == 25.0
+        assert Options.parse({"offload": "2 GiB / s"}).offload == 2**31 / 1e9
         monkeypatch.setenv("DTRCOMPILE_OFFLOAD", "500MB/s")
-        assert Options.parse({"compiler": "eager"}).offload == 0.5
+        assert Options.parse().offload == 0.5
 
     def test_a_bad_environment_variable_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(BUDGET_VARIABLE, "lots")

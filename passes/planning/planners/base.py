@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dtrcompile.passes.errors import InfeasibleBudgetError
-from dtrcompile.passes.program.host_link import HostLink
 from dtrcompile.passes.program.plan import Boundary, Compute, Free, Plan, Step
 from dtrcompile.passes.program.program import Program
 from dtrcompile.passes.program.replay import replay
