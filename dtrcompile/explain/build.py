@@ -68,6 +68,7 @@ class _Walk:
         self.begun: dict[int, int] = {}
         self.stays: dict[int, list[Stay]] = defaultdict(list)
         self.computed: Counter[int] = Counter()  # by storage
+        self.fetched: set[int] = set()  # storages that come back from the host
         self.boundary: int | None = None
         for storage in program.storages:
             if storage.is_constant and storage.kind is not StorageKind.TANGENT:
@@ -83,6 +84,7 @@ class _Walk:
                 case Boundary():
                     self._boundary()
                 case Prefetch(s):
+                    self.fetched.add(s)
                     self.begun[s] = len(self.runs)
                 case Offload():
                     pass
@@ -174,7 +176,7 @@ class _Explainer:
             producer = self.program.tensors[self.program.root_tensor[storage.id]].producer
             form = self.form(storage.id)
             fate = self.fate(storage.id)
-            may_run = fate in (Fate.KEPT, Fate.RECOMPUTED)
+            may_run = fate in (Fate.KEPT, Fate.RECOMPUTED, Fate.OFFLOADED)
             recompute_ns = self.recompute_ns(storage.id) if may_run else 0
             yield ExplainedTensor(
                 form.name or storage.name,
@@ -228,6 +230,8 @@ class _Explainer:
             return Fate.CONSTANT
         if self.walk.computed[s] > 1:
             return Fate.RECOMPUTED
+        if s in self.walk.fetched:
+            return Fate.OFFLOADED
         if self.is_kept_by(self.walk, s):
             return Fate.KEPT
         is_result = storage.kind in (StorageKind.OUTPUT, StorageKind.GRADIENT)
@@ -255,11 +259,13 @@ class _Explainer:
     def why(self, s: int, fate: Fate, recompute_ns: int) -> str:
         storage, walk = self.program.storages[s], self.walk
         size, cost = format_bytes(storage.size_bytes), format_ns(recompute_ns)
+        away = sum(b.first - a.last - 1 for a, b in itertools.pairwise(walk.stays[s]))
         if fate is Fate.RECOMPUTED:
             further = walk.computed[s] - 1
             again = "once more" if further == 1 else f"{further} times more"
-            gap = sum(b.first - a.last - 1 for a, b in itertools.pairwise(walk.stays[s]))
-            return f"computed {again} ({cost} each), instead of holding {size} over {gap} runs"
+            return f"computed {again} ({cost} each), instead of holding {size} over {away} runs"
+        if fate is Fate.OFFLOADED:
+            return f"copied to the host and back, instead of holding {size} over {away} runs"
         if fate is Fate.KEPT:
             once = self._why_once(s)
             if once:

@@ -23,6 +23,7 @@ class Fate(enum.Enum):
     CONSTANT = "constant"  # a parameter, buffer, input or tangent: there from outside
     KEPT = "kept"  # computed in forward, read in backward, and held in between
     RECOMPUTED = "recomputed"  # freed, and computed again
+    OFFLOADED = "offloaded"  # copied to the host, freed, and copied back; never computed again
     TEMPORARY = "temporary"  # freed after its last reader, and needed no more
     RESULT = "result"  # an output or a gradient: the caller holds it
 

@@ -75,6 +75,7 @@ def _at_peak(found: Explained, rows: int) -> str:
 
 _HEADINGS = {
     Fate.RECOMPUTED: "Freed and computed again",
+    Fate.OFFLOADED: "Copied to the host and back",
     Fate.KEPT: "Kept from forward to backward",
 }
 

@@ -6,6 +6,7 @@ import base64
 import gzip
 import io
 import json
+import math
 import pickle
 import pickletools
 import re
@@ -25,6 +26,7 @@ from dtrcompile.passes.errors import OptionError, ProgramError
 from dtrcompile.passes.inductor.schedule_trace import Cause, Event, ScheduleTrace
 from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.planning.planners.base import keep_all
+from dtrcompile.passes.program.host_link import HostLink
 from dtrcompile.passes.program.plan import Compute, Plan
 from dtrcompile.passes.program.program import Phase, Program, StorageKind
 from dtrcompile.passes.program.replay import replay
@@ -72,6 +74,19 @@ def test_fates_are_those_of_the_plan(program: Program, plan: Plan, found: Explai
     assert sum(a.kept_bytes for a in found.modules) == stats.saved_bytes
     assert sum(a.recompute_ns for a in found.modules) == stats.cost_ns - stats.baseline_cost_ns
     assert sum(a.saved_bytes for a in found.modules) > 0
+
+
+def test_a_tensor_that_is_copied_to_the_host_and_back(program: Program) -> None:
+    default = tighten(program, keep_all(program))
+    budget = replay(program, default)[1].peak_bytes * 6 // 10
+    plan = make_planner("offload", host_link=HostLink(math.inf)).plan(program, budget)
+    found = explain(program, plan, default, sources_of(program))
+    copied = [t for t in found.tensors if t.fate is Fate.OFFLOADED]
+    assert sum(t.size_bytes for t in copied) == replay(program, plan)[1].offloaded_bytes > 0
+    for tensor in copied:
+        first, second = tensor.stays
+        assert f"over {second.first - first.last - 1} runs" in tensor.why
+    assert f"Copied to the host and back: {len(copied)} tensors" in str(Explanation(found))
 
 
 def test_what_is_live_is_what_the_referee_counts(
