@@ -119,7 +119,7 @@ def test_values_that_loops_compute_inside_change_no_bit(
 _COPIED_FIRST = (
     "attention_with_dropout",
     "convolutions",
-    "input_mutation_that_gradients_need",
+    "input_mutation",
     "multi_output_operators",
     "several_forwards_with_dropout_before_backward",
     "views_and_slices",
