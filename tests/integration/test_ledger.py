@@ -722,7 +722,8 @@ def test_a_refusal_within_the_first_step_says_that_the_step_may_need_more() -> N
 
 
 @pytest.mark.parametrize(
-    ("width", "batch", "is_hopeless"), [(WIDTH, BATCH, False), (WIDE, 64, True)]
+    ("width", "batch", "is_hopeless"),
+    [pytest.param(WIDTH, BATCH, False, marks=pytest.mark.sweep), (WIDE, 64, True)],
 )
 def test_a_refusal_of_a_graph_that_others_follow_names_what_the_whole_step_needs(
     monkeypatch: pytest.MonkeyPatch, width: int, batch: int, is_hopeless: bool

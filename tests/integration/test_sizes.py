@@ -225,6 +225,7 @@ def test_a_share_is_one_of_the_largest_step_seen() -> None:
 
 @pytest.mark.inductor
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_images_of_any_size_under_inductor(caplog: pytest.LogCaptureFixture) -> None:
     """What forward saves is channels-last, which Inductor decides when it is lowered."""
     model = changing_sizes.MODELS["unet"]
