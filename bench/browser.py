@@ -16,13 +16,14 @@ with 1 if a bound does not hold.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import pickle
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,15 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _TIMEOUT_MS = 120_000
 _ONLINE = "online"
 
-# Two frames: the first begins after the handlers have run, the second after the first was painted.
+# A frame begins after the handlers have run; what waits behind it runs when the frame was painted.
 _TIMED = """
 async ([act, argument]) => {
-  const frame = () => new Promise(requestAnimationFrame);
-  await frame();
+  await new Promise(requestAnimationFrame);
   const start = performance.now();
   (new Function("argument", act))(argument);
-  await frame();
+  await new Promise(requestAnimationFrame);
   await new Promise(resolve => setTimeout(resolve));
-  return performance.now() - start;
+  return [performance.now() - start, performance.now()];
 }
 """
 _HOVER = """
@@ -90,14 +90,12 @@ _VIEWER_PEAK = r"""
 }
 """
 
-
-# Draws all tensors, not only the largest; returns how many there are.
+# Draws all tensors, not only the largest.
 _VIEWER_DETAIL = """
 () => {
   const detail = document.querySelector("input[type=range]");
   detail.value = detail.max;
   detail.dispatchEvent(new Event("change"));
-  return Number(detail.max);
 }
 """
 
@@ -140,25 +138,36 @@ def interactions() -> Iterable[tuple[str, str, Sequence[Any]]]:
         yield "choose a tensor", _CLICK, ("#tensors tbody tr", row)
 
 
-def page_row(browser: Any, path: Path) -> dict[str, Any]:
-    """Opens the page and uses it."""
+@contextlib.contextmanager
+def new_page(browser: Any) -> Iterator[Any]:
+    """A page that is closed in the end.
+
+    Raises:
+        RuntimeError: if a script on it has failed.
+    """
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(path.as_uri())
-    page.wait_for_function("document.querySelector('#modules tbody tr')", timeout=_TIMEOUT_MS)
-    load_s = (
-        page.evaluate(_TIMED.replace("performance.now() - start", "performance.now()"), ["", 0])
-        / 1e3
-    )
-    slowest_ms: dict[str, float] = {}
-    for name, act, argument in interactions():
-        taken = page.evaluate(_TIMED, [act, list(argument)])
-        slowest_ms[name] = max(taken, slowest_ms.get(name, 0.0))
-    hovered = page.inner_text("#hover")
+    yield page
     page.close()
-    if errors or "holds" not in hovered:
-        raise RuntimeError(f"the page does not work: {errors or hovered}")
+    if errors:
+        raise RuntimeError(f"a script of the page failed: {errors}")
+
+
+def page_row(browser: Any, path: Path) -> dict[str, Any]:
+    """Opens the page and uses it."""
+    slowest_ms: dict[str, float] = {}
+    with new_page(browser) as page:
+        page.goto(path.as_uri())
+        page.wait_for_function("document.querySelector('#modules tbody tr')", timeout=_TIMEOUT_MS)
+        _, since_opened_ms = page.evaluate(_TIMED, ["", 0])
+        load_s = since_opened_ms / 1e3
+        for name, act, argument in interactions():
+            taken_ms, _ = page.evaluate(_TIMED, [act, list(argument)])
+            slowest_ms[name] = max(taken_ms, slowest_ms.get(name, 0.0))
+        hovered = page.inner_text("#hover")
+    if "holds" not in hovered:
+        raise RuntimeError(f"the page does not say what is live: {hovered}")
     return {
         "page_bytes": path.stat().st_size,
         "load_s": load_s,
@@ -192,19 +201,13 @@ def viewer_peak_bytes(browser: Any, snapshot: bytes, path: Path, viewer: str) ->
     from torch.cuda import _memory_viz
 
     path.write_text(_memory_viz.trace_plot(pickle.loads(snapshot)), encoding="utf-8")
-    page = browser.new_page(viewport={"width": 1400, "height": 1000})
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    if viewer != _ONLINE:
-        page.route(re.compile("^https?://"), lambda route: serve(route, Path(viewer)))
-    page.goto(path.as_uri())
-    page.wait_for_selector("polygon", state="attached", timeout=_TIMEOUT_MS)
-    page.evaluate(_VIEWER_DETAIL)
-    peak_bytes = page.evaluate(_VIEWER_PEAK)
-    page.close()
-    if errors:
-        raise RuntimeError(f"the viewer cannot show the snapshot: {errors}")
-    return int(peak_bytes)
+    with new_page(browser) as page:
+        if viewer != _ONLINE:
+            page.route(re.compile("^https?://"), lambda route: serve(route, Path(viewer)))
+        page.goto(path.as_uri())
+        page.wait_for_selector("polygon", state="attached", timeout=_TIMEOUT_MS)
+        page.evaluate(_VIEWER_DETAIL)
+        return int(page.evaluate(_VIEWER_PEAK))
 
 
 def snapshot_row(
