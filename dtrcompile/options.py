@@ -347,7 +347,8 @@ class Options:
         most_plans: the most plans that a graph with symbolic sizes may have at once, each for a
             range of sizes.
         offload: values may be copied to the host and back over a link of this bandwidth, in bytes
-            per ns (10⁹ bytes/s), where that costs less than to compute them again; None: never.
+            per ns (10⁹ bytes/s), where that costs less than to compute them again; ``"measured"``:
+            over the device's own; None: never.
         chunking: large values may be computed in chunks where a training step would otherwise not
             fit, or would cost more.
         whole_step: each graph without a backward is a whole training step, the optimizer's update
@@ -367,7 +368,7 @@ class Options:
     verify: bool = True
     several_graphs: bool = False
     most_plans: int = 4
-    offload: float | None = None
+    offload: float | str | None = None
     chunking: bool = True
     whole_step: bool = False
 
@@ -649,7 +650,7 @@ def _parsed(name: str, value: Any, what: str) -> Any:
                 )
             return value
         case "offload":
-            return None if value is None else _parse_bandwidth(value, what)
+            return value if value in (None, "measured") else _parse_bandwidth(value, what)
         case "most_plans":
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(
@@ -699,7 +700,7 @@ def _parse_bandwidth(value: object, what: str) -> float:
     if amount is None or amount.kind is not BudgetKind.BYTES or amount.size_bytes < 1:
         raise OptionError(
             f"{what} must be a bandwidth such as '25GB/s', of the link to the host in each"
-            f" direction, not {_show(value)}. Leave the option out to copy nothing."
+            f" direction, or 'measured', not {_show(value)}. Leave the option out to copy nothing."
         )
     return amount.size_bytes / 1e9
 

@@ -77,7 +77,7 @@ class KeptCode:
             is_asked()
             and options.verify
             # What an operator costs, or what is free, is another in each process.
-            and options.cost_model != "measured"
+            and "measured" not in (options.cost_model, options.offload)
             and options.budget.kind is not BudgetKind.AUTO
             and assignment.sizes is None
             and not is_probing()

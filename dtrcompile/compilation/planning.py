@@ -15,7 +15,8 @@ from dtrcompile.compilation.segments import fitted_in_segments
 from dtrcompile.compilation.session import Session, available_bytes, device_of_graph
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.costs import make_cost_model
-from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
+from dtrcompile.passes.device.host_bandwidth import measured_bytes_per_ns
+from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.fitting.fit import Fitter, MemoryModel, Outcome, RefereeModel
 from dtrcompile.passes.fitting.inductor_model import InductorModel
 from dtrcompile.passes.fitting.progress import CAPTURE
@@ -231,14 +232,10 @@ def _fitter(session: Session, captured: Captured, *, always_emit: bool = False) 
     )
     planner = make_planner(options.planner, **options.planner_options())
     if options.offload is not None:
-        device = device_of(captured)
-        if device.type != "cpu":
-            raise OptionError(
-                f"option 'offload' is possible on the CPU only, not on {device}: copies that run"
-                " beside compute need streams, which the compiled code does not use yet. Leave"
-                " 'offload' out."
-            )
-        link = HostLink(options.offload, COPY_LATENCY_NS)
+        bytes_per_ns = options.offload
+        if isinstance(bytes_per_ns, str):
+            bytes_per_ns = measured_bytes_per_ns(device_of(captured))
+        link = HostLink(bytes_per_ns, COPY_LATENCY_NS)
         planner = make_planner("offload", host_link=link, base=planner)
     return Fitter(captured, planner, model, always_emit=always_emit or not is_inductor)
 

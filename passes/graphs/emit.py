@@ -5,7 +5,8 @@ phase it runs in.  Uses refer to the newest copy of a storage; views are made ag
 step.  A recomputed copy is called ``<node>_remat<k>``; what was decided about a node stands in its
 `nodes.Mark`: its step, its group, the storage that it owns.  Each `Free` becomes a call of `free`;
 `lower_frees` takes them out again for Inductor, whose wrapper frees at the last use.  Each
-`Offload` and `Prefetch` becomes a call of an operator of `host_copies`; what is on the host at the
+`Offload` and `Prefetch` becomes a call of an operator of `device.host_copies`; compute waits for a
+copy where the plan frees what was copied, or reads what came back.  What is on the host at the
 boundary and comes back in backward is saved for it.
 
 The outputs keep the partitioner's contract (torch ``_functorch/partitioners.py``,
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import fx
 
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.graphs.capture import Captured
-from dtrcompile.passes.graphs.host_copies import add_offload, add_prefetch
+from dtrcompile.passes.graphs.copy_nodes import add_offload, add_prefetch, add_wait
 from dtrcompile.passes.graphs.modules import calls_of, output_arguments, placeholders
 from dtrcompile.passes.graphs.saved import (
     fetched_in_backward,
@@ -104,7 +105,7 @@ def emit(captured: Captured, plan: Plan) -> Emitted:
     for original in saved.numbers:
         backward.add_saved(original, values[original])
     for s, node in on_host.items():
-        backward.add_on_host(s, node)
+        backward.add_on_host(s, node, is_leaving=s in forward.leaving)
     for original in (*saved.tensors, *saved.opaque):
         backward.add_saved(original, values[original])
     gradients = _emit_backward(backward, after)
@@ -130,6 +131,7 @@ def _emit_forward(g: _Graph, steps: Sequence[tuple[int, Step]]) -> list[object]:
     g.add_numbers(captured.forward)
     for index, step in steps:
         g.add_step(index, step)
+    g.wait_for(tuple(g.arriving))
     arguments = output_arguments(captured.forward)[: captured.num_fwd_outputs]
     return [g.result(a) for a in arguments]
 
@@ -144,6 +146,7 @@ def _emit_backward(g: _Graph, steps: Sequence[tuple[int, Step]]) -> list[object]
     g.add_numbers(captured.backward)
     for index, step in steps:
         g.add_step(index, step)
+    g.wait_for(tuple(g.arriving))
     return [g.result(a) for a in output_arguments(captured.backward)]
 
 
@@ -190,6 +193,8 @@ class _Graph:
         kernel: tuple-valued kernels: the newest call.
         attributes: what get_attr nodes refer to, by their targets.
         on_host: storage -> its copy on the host.
+        leaving: storages whose copy to the host nothing has waited for.
+        arriving: storages whose copy from the host nothing has waited for.
     """
 
     def __init__(self, captured: Captured, progress: _Progress) -> None:
@@ -203,6 +208,8 @@ class _Graph:
         self.kernel: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
         self.on_host: dict[int, fx.Node] = {}
+        self.leaving: set[int] = set()
+        self.arriving: set[int] = set()
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -218,6 +225,7 @@ class _Graph:
                 owner = self._owner(s)
                 assert owner is not None  # the referee has seen it in memory
                 self.on_host[s] = add_offload(self.graph, owner, index)
+                self.leaving.add(s)
             case Prefetch(s):
                 self._prefetch(s)
             case Boundary():
@@ -234,6 +242,10 @@ class _Graph:
 
     def _free(self, s: int) -> None:
         owner = self._owner(s)
+        self.wait_for((s,))
+        if s in self.leaving and owner is not None:
+            add_wait(self.graph, self.on_host[s], owner, self.progress.step)
+            self.leaving.remove(s)
         self.owned.pop(s, None)
         if owner is not None:
             mark(self.graph.call_function(free, (owner,)), step=self.progress.step)
@@ -246,12 +258,23 @@ class _Graph:
         else:
             mark(node, storage=s)
             self.owned[s] = node
+        self.arriving.add(s)
+
+    def wait_for(self, storages: Iterable[int]) -> None:
+        """Let those that come back from the host be there from now on."""
+        for s in sorted(self.arriving.intersection(storages)):
+            owner = self._owner(s)
+            assert owner is not None
+            add_wait(self.graph, owner, None, self.progress.step)
+            self.arriving.remove(s)
 
     def _compute(self, o: int) -> None:
         operator = self.captured.operators[o]
         if operator.cluster != self.cluster:
             self.unowned, self.cluster = {}, operator.cluster
             self.progress.group += 1
+        program = self.captured.program
+        self.wait_for(program.tensors[t].storage for t in program.operators[o].inputs)
         run = _Run(frozenset(operator.nodes))
         outputs = {n: self.captured.storage_of[n] for n in operator.outputs}
         # Of several outputs, those that are still resident are not made a second time.
@@ -391,12 +414,14 @@ class _Graph:
         else:
             self._fix(original, node)
 
-    def add_on_host(self, s: int, source: fx.Node) -> None:
-        """Add an input for what forward copied to the host: ``source`` there."""
+    def add_on_host(self, s: int, source: fx.Node, *, is_leaving: bool) -> None:
+        """Add an input for what forward copied to the host, or still copies: ``source`` there."""
         node = self.graph.placeholder(source.name)
         node.meta = dict(source.meta)
         mark(node, step=None)
         self.on_host[s] = node
+        if is_leaving:
+            self.leaving.add(s)
 
     def add_numbers(self, gm: fx.GraphModule) -> None:
         """Add numbers that depend only on inputs; the rest follow the operator they come from."""

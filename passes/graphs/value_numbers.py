@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from dtrcompile.passes.device.host_copies import offload, prefetch, wait_for_copy
 from dtrcompile.passes.graphs.emit import free
-from dtrcompile.passes.graphs.host_copies import offload, prefetch
 from dtrcompile.passes.graphs.modules import output_arguments, placeholders
 from dtrcompile.passes.graphs.split import Split
 from dtrcompile.passes.nodes import (
@@ -168,6 +168,8 @@ class _Walk:
             assert isinstance(source, fx.Node)
             self._own(node, found.number[source])
             return
+        if node.target is wait_for_copy:
+            return  # (what is waited for is checked with the memory)
         kind = role(node)
         base = view_base(node)
         found.owner[node] = node if base is None else found.owner[base]

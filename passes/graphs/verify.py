@@ -10,19 +10,21 @@ from it.  Three questions:
 * *Is it the plan?*  Which node has which storage follows from the numbers, who holds it alive from
   what is a view of what.  Storages come and go in the plan's order, and what is held after each
   step is what the referee says.
-* *Is everything there when it is used?*  Nothing is used after its storage was freed.
+* *Is everything there when it is used?*  Nothing is used after its storage was freed, or before it
+  has come back from the host; nothing is freed while it is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import fx
 
+from dtrcompile.passes.device.host_copies import offload, prefetch, wait_for_copy
 from dtrcompile.passes.errors import CaptureError, VerificationError
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted, free
-from dtrcompile.passes.graphs.host_copies import offload
 from dtrcompile.passes.graphs.modules import placeholders
 from dtrcompile.passes.graphs.split import Split
 from dtrcompile.passes.graphs.value_numbers import Numbered, ValueNumbers, is_owner
@@ -39,6 +41,8 @@ from dtrcompile.passes.program.plan import (
 )
 from dtrcompile.passes.program.program import StorageKind
 from dtrcompile.passes.program.replay import MemoryTimeline
+
+_NONE: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 
 
 class Verifier:
@@ -162,7 +166,10 @@ def _check_memory(
         elif owner is not node and owner.op == "call_function" and is_tensor(node):
             raise VerificationError(f"backward takes {node.name!r}, which is in no storage")
     after = steps[boundary + 1 :]
-    _Memory(names, after, boundary + 1, timeline, always, received).run(emitted.backward)
+    on_host = {found.owner[node] for node in placeholders(emitted.backward)}
+    leaving = {s: copy for s, copy in forward.leaving.items() if copy in on_host}
+    backward = _Memory(names, after, boundary + 1, timeline, always, received, leaving)
+    backward.run(emitted.backward)
 
 
 class _Storages:
@@ -200,6 +207,8 @@ class _Memory:
         first: index of the first of them.
         always: storages that are held throughout: constants, and what the caller holds.
         live: owner -> the storage that it is a copy of.
+        leaving: owner -> its copy on the host, as long as nothing has waited for that.
+        arriving: owners that were copied from the host, as long as nothing has waited for them.
     """
 
     def __init__(
@@ -210,6 +219,7 @@ class _Memory:
         timeline: MemoryTimeline,
         always: Collection[int],
         received: Mapping[fx.Node, int],
+        leaving: Mapping[fx.Node, fx.Node] = _NONE,
     ) -> None:
         self.storages = storages
         self.program = storages.captured.program
@@ -220,6 +230,8 @@ class _Memory:
         self.live = {node: s for node, s in received.items() if s not in self.always}
         self.present = set(self.live.values())
         self.freed: dict[fx.Node, int] = {}
+        self.leaving = dict(leaving)
+        self.arriving: set[fx.Node] = set()
         self.next = 0  # the next step, counted from ``first``
         self.missing: set[int] = set()  # what the step before it has yet to allocate
         self.marked = first  # the latest step that a node is marked with
@@ -236,6 +248,8 @@ class _Memory:
                 self._free(node)
             elif node.target is offload:
                 self._offload(node)
+            elif node.target is wait_for_copy:
+                self._wait(node)
             elif node.op in ("placeholder", "get_attr"):
                 self._constant(node)
             elif node.op == "call_function" and self.storages.of(node):
@@ -251,6 +265,15 @@ class _Memory:
                 raise VerificationError(
                     f"{node.name!r} uses {n.name!r}, freed at step {self.freed[owner]}"
                 )
+            if owner in self.arriving and node.target not in (wait_for_copy, offload):
+                raise VerificationError(
+                    f"{node.name!r} uses {n.name!r}, which has not come back from the host yet"
+                )
+        if node.target is prefetch:
+            (given,) = node.all_input_nodes
+            if self.storages.found.owner[given] in self.leaving.values():
+                raise VerificationError(f"{node.name!r} uses a copy that is not complete yet")
+            self.arriving.add(node)
 
     def _check_order_of_marks(self, node: fx.Node) -> None:
         step = mark_of(node).step
@@ -308,6 +331,8 @@ class _Memory:
         owner = self.storages.found.owner[given]
         if owner not in self.live:
             raise VerificationError(f"{node.name!r} frees {given.name!r}, not in memory")
+        if owner in self.leaving:
+            raise VerificationError(f"{node.name!r} frees {given.name!r}, which is being copied")
         s = self.live.pop(owner)
         index = self._next_event()
         if self.missing or index is None or self.steps[index] != Free(s):
@@ -333,8 +358,22 @@ class _Memory:
         step = mark_of(node).step
         if s is None or step is None or self.steps[step - self.first] != Offload(s):
             raise VerificationError(f"{node.name!r} copies {given.name!r} where the plan does not")
+        self.leaving[self.storages.found.owner[given]] = node
+
+    def _wait(self, node: fx.Node) -> None:
+        """The end of a copy: of one from the host, or of one to it, whose source is there."""
+        copy, *sources = (self.storages.found.owner[n] for n in node.all_input_nodes)
+        if copy in self.arriving and not sources:
+            self.arriving.remove(copy)
+        elif len(sources) == 1 and self.leaving.get(sources[0]) is copy:
+            del self.leaving[sources[0]]
+        else:
+            raise VerificationError(f"{node.name!r} waits for what is not copied")
 
     def _end(self) -> None:
+        if self.arriving:
+            names = ", ".join(sorted(repr(n.name) for n in self.arriving))
+            raise VerificationError(f"the graph ends before {names} has come back from the host")
         if self.missing or self._next_event() is not None:
             raise VerificationError(
                 f"the graph ends, but {self._expected()}; it does not hold what the plan says"

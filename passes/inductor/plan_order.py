@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dtrcompile.passes.device.host_copies import prefetch
 from dtrcompile.passes.inductor.layouts import (
     lowered_in,
 )
@@ -93,6 +94,9 @@ def run_node_and_realize(graph: Any, node: Any) -> Any:
     """
     with lowered_in(graph, node):
         result = _RUN_NODE(graph, node)
+    if node.target is prefetch:
+        # Its own allocation, though Inductor takes an input on the host for one of unknown address.
+        graph.unaligned_buffers.discard(result.get_name())
     if mark_of(node).is_buffer and isinstance(result, TensorBox):
         # Before it is asked for a layout: what is no buffer yet would be copied into one that does
         # not know which node it was lowered from.

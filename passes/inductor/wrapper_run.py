@@ -29,9 +29,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrcompile.passes.device.allocators import EXACT, Allocator
+from dtrcompile.passes.device.host_copies import offload
 from dtrcompile.passes.device.workspaces import may_hold_workspace, workspace_bytes
 from dtrcompile.passes.errors import VerificationError
-from dtrcompile.passes.graphs.host_copies import offload
 from dtrcompile.passes.inductor.dry_run import Wrapper
 from dtrcompile.passes.inductor.lowering import NO_WRAPPER
 from dtrcompile.passes.inductor.schedule_trace import Cause, Event, ScheduleTrace

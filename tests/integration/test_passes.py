@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from dtrcompile.passes.device.allocators import Allocator
+from dtrcompile.passes.device.host_copies import offload, prefetch, wait_for_copy
 from dtrcompile.passes.errors import (
     InfeasibleBudgetError,
     VerificationError,
@@ -22,8 +23,8 @@ from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.fitting.residuals import with_residuals
 from dtrcompile.passes.graphs import emit as emit_module
 from dtrcompile.passes.graphs.capture import Captured
+from dtrcompile.passes.graphs.copy_nodes import add_offload
 from dtrcompile.passes.graphs.emit import Emitted, emit, free
-from dtrcompile.passes.graphs.host_copies import add_offload, offload, prefetch
 from dtrcompile.passes.graphs.verify import verify_emitted
 from dtrcompile.passes.inductor import ScheduleTrace, Wrapper, lower, trace
 from dtrcompile.passes.inductor.patches import keep_plan_order
@@ -823,3 +824,42 @@ def test_copies_to_the_host_are_emitted_as_the_plan_has_them() -> None:
         verify_emitted(captured, plan, timeline, emitted)
     fitted = fit(captured, planner, lambda _: Limits(budget_bytes), RefereeModel())
     assert fitted.measured.peak_bytes <= budget_bytes
+
+
+def test_a_copy_that_nothing_waits_for_is_found() -> None:
+    """One to the host before what it reads is freed, one back before what it writes is read."""
+    captured = captured_of(MLP(), torch.randn(64, 16))
+    program = captured.program
+    planner = make_planner("offload", host_link=HostLink(float("inf")), base=make_planner("dtr"))
+    smallest = minimum_plan(program, make_planner("dtr"))
+    plan = planner.plan(program, replay(program, smallest)[0].peak_bytes)
+    timeline, _ = replay(program, plan)
+    emitted = emit(captured, plan)
+    verify_emitted(captured, plan, timeline, emitted)
+    assert emitted.backward is not None
+    graphs = (emitted.forward.graph, emitted.backward.graph)
+    waits = [
+        wait for g in graphs for wait in g.find_nodes(op="call_function", target=wait_for_copy)
+    ]
+    assert {len(wait.args) for wait in waits} == {1, 2}
+    for wait in waits:
+        graph, next_node, args = wait.graph, wait.next, wait.args
+        message = _UNFINISHED[len(args)]
+        graph.erase_node(wait)
+        with pytest.raises(VerificationError, match=message):
+            verify_emitted(captured, plan, timeline, emitted)
+        with graph.inserting_before(next_node):
+            put_back = graph.call_function(wait_for_copy, args)
+        put_back.meta = dict(wait.meta)
+        verify_emitted(captured, plan, timeline, emitted)
+    with graph.inserting_after(put_back):
+        graph.call_function(wait_for_copy, put_back.args)
+    with pytest.raises(VerificationError, match="waits for what is not copied"):
+        verify_emitted(captured, plan, timeline, emitted)
+
+
+# By how many values a wait names: what comes back; a copy on the host and what is copied.
+_UNFINISHED = {
+    1: "uses .*, which has not come back from the host yet",
+    2: "frees .*, which is being copied",
+}

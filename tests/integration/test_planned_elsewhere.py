@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
 from dtrcompile.cli import main
+from dtrcompile.explain.explained import Fate
+from dtrcompile.passes.device import host_copies
 from dtrcompile.passes.errors import CaptureError, OptionError
 from dtrcompile.passes.graphs import grouping
 from dtrcompile.passes.inductor import dry_run, lowering
 from dtrcompile.passes.inductor.dry_run import Wrapper
+from dtrcompile.passes.nodes import mark_of
 from dtrcompile.passes.target.devices import CONTEXT_BYTES, TARGETS
 from dtrcompile.passes.target.workspaces import keeps_workspaces, product_bytes
 from workloads.training import compile_dtr
@@ -351,6 +356,96 @@ def test_kernels_need_not_be_written_to_be_counted(monkeypatch: pytest.MonkeyPat
     assert planned() == short
     assert len(short) >= 2
     assert all(".run(" in source for source in short)
+
+
+def test_the_wrapper_has_each_copy_to_the_host_where_the_plan_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[tuple[fx.GraphModule, Wrapper]] = []
+    lowered = lowering._lowered
+
+    def noted(gm: fx.GraphModule, *args: Any) -> Wrapper:
+        wrapper = lowered(gm, *args)
+        found.append((gm, wrapper))
+        return wrapper
+
+    monkeypatch.setattr(lowering, "_lowered", noted)
+    monkeypatch.setattr("dtrcompile.passes.inductor.step.may_fork", lambda: False)
+    inputs = torch.randn(64 * ROWS, WIDTH)
+    told = dtrcompile.plan(Gated(), inputs, budget="min", device=DEVICE, offload="50GB/s")
+    assert told.fits
+    tensors = told.explain().data.tensors
+    assert any(tensor.fate is Fate.OFFLOADED for tensor in tensors)
+    copies: Counter[str] = Counter()
+    for gm, wrapper in found:
+        calls = (node.target.__name__ for node in gm.graph.nodes if node.op == "call_function")
+        expected = [name for call in calls if (name := _product(call.split(".")[0])) in _PLACED]
+        matches = map(_CALL.match, _lines(wrapper))
+        assert [_product(match.group(2)) for match in matches if match] == expected
+        copies.update(expected)
+        _check_copies(gm, wrapper)
+    assert copies["offload"] > 0
+    assert copies["wait_for_copy"] == copies["offload"] + copies["prefetch"]
+
+
+_PLACED = ("mm", "offload", "prefetch", "wait_for_copy")
+_CALL = re.compile(
+    r"(?:(buf\d+) = )?(?:extern_kernels|torch\.ops\.dtrcompile)\.(\w+)(?:\.default)?\((.*)\)"
+)
+
+
+def _product(name: str) -> str:
+    """A product is one, whether Inductor adds the bias in it or after it."""
+    return "mm" if name == "addmm" else name
+
+
+def _check_copies(gm: fx.GraphModule, wrapper: Wrapper) -> None:
+    """Each is in its step of the plan; nothing reads or frees what is still being copied."""
+    steps = {
+        mark_of(node).step
+        for node in gm.graph.nodes
+        if node.target in (host_copies.offload, host_copies.prefetch)
+    }
+    arriving: set[str] = set()
+    leaving: dict[str, str] = {}
+    for line in _lines(wrapper):
+        names = set(re.findall(r"\b(?:buf|primals_|arg)\w+", line))
+        call = _CALL.match(line)
+        match call.group(2) if call else "":
+            case "offload":
+                assert call is not None
+                assert wrapper.steps[call.group(1)] in steps
+                (source,) = names - {call.group(1)}
+                leaving[source] = call.group(1)
+            case "prefetch":
+                assert call is not None
+                assert wrapper.steps[call.group(1)] in steps
+                arriving.add(call.group(1))
+            case "wait_for_copy" if len(names) == 1:
+                arriving -= names
+            case "wait_for_copy":
+                (source,) = names & leaving.keys()
+                assert names == {source, leaving.pop(source)}
+            case _ if not line.startswith("assert_"):
+                assert not arriving & names, line
+                if line.startswith("del ") or "reuse" in line:
+                    assert not leaving.keys() & names, line
+    assert not arriving
+    assert "not aligned" not in wrapper.source  # kernels read what comes back in wide loads
+
+
+def _lines(wrapper: Wrapper) -> list[str]:
+    """With one name for each buffer."""
+    lines: list[str] = []
+    names: dict[str, str] = {}
+    for line in _calls(wrapper.source).splitlines():
+        renamed = re.sub(r"\bbuf\d+\b", lambda m: names.get(m[0], m[0]), line.strip())
+        same = re.fullmatch(r"(buf\d+) = (buf\d+)", renamed)
+        if same:
+            names[same[1]] = same[2]
+        elif line.strip().removeprefix("del ") not in names.values():
+            lines.append(renamed)
+    return lines
 
 
 def _calls(source: str) -> str:

@@ -189,7 +189,7 @@ def test_anything_is_either_a_positive_budget_or_an_option_error(value: object) 
         ({"heuristic": 3}, "option 'heuristic' must be the name of a heuristic, not 3"),
         ({"planning_s": "5"}, "option 'planning_s' must be a number of seconds"),
         ({"offload": 25}, "option 'offload' must be a bandwidth such as '25GB/s'"),
-        ({"offload": "25GB"}, "of the link to the host in each direction, not '25GB'"),
+        ({"offload": "25GB"}, "in each direction, or 'measured', not '25GB'"),
         ({"offload": "0GB/s"}, "must be a bandwidth"),
         ({"offload": "1.2.3GB/s"}, "must be a bandwidth"),
         ({"planning_s": -1}, "0 or more, not -1"),
@@ -303,6 +303,7 @@ class TestWhichSourceWins:
     def test_a_bandwidth_in_bytes_per_ns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert Options.parse({"offload": "25GB/s"}).offload == 25.0
         assert Options.parse({"offload": "2 GiB / s"}).offload == 2**31 / 1e9
+        assert Options.parse({"offload": "measured"}).offload == "measured"
         monkeypatch.setenv("DTRCOMPILE_OFFLOAD", "500MB/s")
         assert Options.parse().offload == 0.5
 
