@@ -11,6 +11,7 @@ import pytest
 
 from dtrcompile.passes.errors import PlanError
 from dtrcompile.passes.planning.planners import keep_all, make_planner
+from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
 from dtrcompile.passes.planning.planners.cover import least_cost_ns, least_cover
 from dtrcompile.passes.planning.planners.improve import judged_plan, schedule_of
 from dtrcompile.passes.planning.planners.intervals import Intervals
@@ -157,6 +158,23 @@ def test_an_optimal_plan_is_known_to_be_one() -> None:
         assert program.cost_ns < least_cost_ns(index, memory) <= cost_ns
         # In four, layers run a third time, which the fullest stage alone does not tell.
         assert (least_cost_ns(index, memory) == cost_ns) is bound_is_met
+
+
+def test_the_bound_counts_what_an_operator_that_runs_once_makes_a_view_of() -> None:
+    """a, which costs less than b, is let go for what is wide, and made again for the view."""
+    p = ProgramBuilder()
+    (a,) = p.operator("a", [], [6], 4)
+    (b,) = p.operator("b", [], [6], 20)
+    (wide,) = p.operator("wide", [], [9], 8)
+    (narrow,) = p.operator("narrow", [wide], [1], 1)
+    view = p.view("view", a)
+    p.operators[-1] = replace(p.operators[-1], not_recomputable="it counts its runs")
+    (end,) = p.operator("end", [view, narrow, b], [1], 1)
+    program = p.build([end])
+    plan = BruteForcePlanner(reorder=False).plan(program, 16)
+    extra_ns = replay(program, plan)[1].cost_ns - program.cost_ns
+    assert extra_ns == 4
+    assert least_cost_ns(ProgramIndex.of(program), 16) == program.cost_ns + extra_ns
 
 
 def test_a_schedule_that_the_referee_counts_otherwise_is_no_plan() -> None:

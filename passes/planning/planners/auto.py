@@ -10,7 +10,8 @@ wins, then the lower peak, then the order of the candidates.  A plan that is pro
 Then another order of first runs is tried, in which the program holds less (`orders`), of a small
 program all that `orders` knows: the heuristics run in it, and where they find a plan that is
 cheaper than the one at hand, the search goes on from there.  The program's own order is always
-searched, so no plan is more expensive for it.
+searched, so no plan is more expensive for it.  Of a program of a few operators, all plans are
+searched in the end (`brute_force`).
 
 The amount of work is fixed by the program and the options, never by a clock: `planning_s` is
 turned into units of work, so the same program and options give the same plan on every machine and
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import ClassVar
 
-from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
+from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, ProgramTooLargeError
 from dtrcompile.passes.planning.heuristics import (
     HDTR,
     HEURISTICS,
@@ -41,6 +42,7 @@ from dtrcompile.passes.planning.heuristics import (
 )
 from dtrcompile.passes.planning.orders import orders, permuted, plan_of_permuted
 from dtrcompile.passes.planning.planners.base import Planner, keep_all, lower_bound_bytes
+from dtrcompile.passes.planning.planners.brute_force import BruteForcePlanner
 from dtrcompile.passes.planning.planners.chains import binomial_seed
 from dtrcompile.passes.planning.planners.cover import least_cost_ns
 from dtrcompile.passes.planning.planners.improve import (
@@ -57,6 +59,8 @@ from dtrcompile.passes.planning.settings import (
     DEFAULT_S_PER_THOUSAND_OPERATORS,
     LOOSER_BUDGET_PERCENT,
     MAX_DEFAULT_S,
+    MAX_EXHAUSTED_OPERATORS,
+    MAX_EXHAUSTED_STATES,
     MAX_OPERATORS_IN_ALL_ORDERS,
     MAX_PROVABLE_OPERATORS,
     MAX_SEEDS,
@@ -72,6 +76,7 @@ from dtrcompile.passes.planning.simulator import Simulator, SimulatorOptions
 from dtrcompile.passes.program.index import ProgramIndex
 from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.program import Program
+from dtrcompile.passes.program.replay import replay
 
 # In the order in which they are run; how many depends on the work.  The paper's own two best come
 # early, so that no program is planned worse than they would plan it.
@@ -160,9 +165,32 @@ class AutoPlanner(Planner):
                 best_plan = plan_of_permuted(program, order, plan, self.name)
             if self.first_fit or found.schedule.cost_ns == program.cost_ns:
                 break
+        if self._may_be_beaten(program, best):
+            found_ns = math.inf if best is None else best.schedule.cost_ns
+            best_plan = self._optimum(program, budget_bytes, found_ns) or best_plan
         if best_plan is None:
             raise InfeasibleBudgetError(budget_bytes)
         return best_plan
+
+    def _may_be_beaten(self, program: Program, found: _Found | None) -> bool:
+        """Whether all plans of a tiny program are to be searched, after all the others."""
+        n_storages = sum(not storage.is_constant for storage in program.storages)
+        if self.heuristic or max(len(program.operators), n_storages) > MAX_EXHAUSTED_OPERATORS:
+            return False
+        if found is None:
+            return True
+        return not self.first_fit and found.schedule.cost_ns > program.cost_ns
+
+    def _optimum(self, program: Program, budget_bytes: int, found_ns: float) -> Plan | None:
+        """The cheapest plan of a tiny program; None if it costs no less than what was found."""
+        exact = BruteForcePlanner(reorder=self.order != "program", most_states=MAX_EXHAUSTED_STATES)
+        try:
+            plan = exact.plan(program, budget_bytes)
+        except (InfeasibleBudgetError, ProgramTooLargeError):
+            return None
+        if replay(program, plan)[1].cost_ns >= found_ns:
+            return None
+        return replace(plan, planner=self.name)
 
     def _orders(self, program: Program) -> Iterator[tuple[int, ...] | None]:
         """Orders of first runs; None is the program's own."""

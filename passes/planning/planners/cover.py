@@ -79,4 +79,14 @@ def _runs_that_free(index: ProgramIndex, state: Intervals, stage: int) -> list[t
     for slot in slots.tolist():
         o = index.producer[int(state.segment_item[slot])]
         freed[o] = freed.get(o, 0) + int(state.segment_bytes[slot])
+    # The search keeps a storage of which an operator that runs once makes a view; a plan may let it
+    # go before that operator.
+    for s, r in enumerate(index.program.root_tensor):
+        o = index.producer[r]
+        if not index.makes_once[s] or o < 0 or index.runs_once[o] or not index.uses[s]:
+            continue
+        last = index.uses[s][-1]
+        last_stage = state.end if last == index.n_operators else state.stage_of[last]
+        if state.stage_of[o] < stage < last_stage:
+            freed[o] = freed.get(o, 0) + index.size_bytes[s]
     return [(index.operator_cost_ns[o], size_bytes) for o, size_bytes in sorted(freed.items())]
