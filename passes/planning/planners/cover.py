@@ -83,7 +83,8 @@ def _runs_that_free(index: ProgramIndex, state: Intervals, stage: int) -> list[t
     # go before that operator.
     for s, r in enumerate(index.program.root_tensor):
         o = index.producer[r]
-        if not index.makes_once[s] or o < 0 or index.runs_once[o] or not index.uses[s]:
+        may_go = index.makes_once[s] and index.size_bytes[s] and index.uses[s]
+        if not may_go or o < 0 or index.runs_once[o]:
             continue
         last = index.uses[s][-1]
         last_stage = state.end if last == index.n_operators else state.stage_of[last]
