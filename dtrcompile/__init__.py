@@ -33,7 +33,7 @@ from dtrcompile.recompute import recompute
 from dtrcompile.report import CompileReport, clear_reports, reports
 
 if TYPE_CHECKING:
-    from dtrcompile.forecast import Forecast, Sweep, plan, sweep
+    from dtrcompile.forecast import Forecast, StockPoint, Sweep, plan, sweep
     from dtrcompile.largest_size import Largest, SizePoint, largest
     from dtrcompile.outside.watching import Watch, watch
     from dtrcompile.steps.budgeted import set_budget
@@ -44,6 +44,7 @@ __version__ = "0.1.0"
 # What imports torch, by the module that has it.
 _WITH_TORCH = {
     "Forecast": "forecast",
+    "StockPoint": "forecast",
     "Sweep": "forecast",
     "plan": "forecast",
     "sweep": "forecast",
@@ -81,6 +82,7 @@ __all__ = [
     "ProgramError",
     "ProgramTooLargeError",
     "SizePoint",
+    "StockPoint",
     "Sweep",
     "TimeLimitError",
     "TrainStep",

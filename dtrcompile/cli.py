@@ -141,6 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     sweep.add_argument("--json", action="store_true", help="print the points as JSON")
     _add_elsewhere(sweep)
+    sweep.add_argument(
+        "--stock",
+        action="store_true",
+        help="beside them, what PyTorch's own activation_memory_budget comes to",
+    )
     sweep.add_argument("--plot", type=Path, metavar="FILE", help="draw overhead against peak")
     sweep.set_defaults(run=_sweep)
 
@@ -356,7 +361,7 @@ def _plan(parsed: argparse.Namespace) -> None:
 def _sweep(parsed: argparse.Namespace) -> None:
     from dtrcompile.forecast import SWEPT
 
-    found = _swept(parsed, parsed.model, parsed.budget or SWEPT)
+    found = _swept(parsed, parsed.model, parsed.budget or SWEPT, stock=parsed.stock)
     print(found.to_json() if parsed.json else found)
     if parsed.plot is not None:
         found.plot(parsed.plot)
@@ -409,7 +414,9 @@ def _compare(parsed: argparse.Namespace) -> None:
     print(first.compared_with(second, parsed.rows))
 
 
-def _swept(parsed: argparse.Namespace, name: str, budgets: Sequence[str]) -> Sweep:
+def _swept(
+    parsed: argparse.Namespace, name: str, budgets: Sequence[str], *, stock: bool = False
+) -> Sweep:
     """Of the model that ``name`` stands for, at each budget."""
     from dtrcompile.forecast import sweep
     from dtrcompile.user_model import user_model
@@ -417,7 +424,8 @@ def _swept(parsed: argparse.Namespace, name: str, budgets: Sequence[str]) -> Swe
     for budget in budgets:
         Budget.parse(budget, what="--budget")
     named = user_model(name, parsed.batch, parsed.length)
-    return sweep(named.model, *named.inputs, budgets=budgets, **_elsewhere(parsed))
+    elsewhere = _elsewhere(parsed)
+    return sweep(named.model, *named.inputs, budgets=budgets, stock=stock, **elsewhere)
 
 
 def _forecast(

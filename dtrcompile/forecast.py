@@ -11,13 +11,13 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dtrcompile.compilation.probing import ProbedPlan
+from dtrcompile.compilation.probing import ProbedPlan, StockSplit
 from dtrcompile.compilation.reporting import explained
 from dtrcompile.elsewhere import Elsewhere
 from dtrcompile.explain.explained import Explained, format_ns
@@ -40,6 +40,9 @@ from dtrcompile.whole_files import replacing
 
 SWEPT = ("90%", "80%", "70%", "60%", "50%", "40%", "30%", "20%", "min")
 """The budgets of a `sweep` that names none."""
+
+STOCK_SHARES = (0.8, 0.6, 0.4, 0.2, 0.0)
+"""The settings of ``activation_memory_budget`` of a `sweep` with ``stock=True``."""
 
 
 @dataclass(frozen=True)
@@ -144,25 +147,52 @@ class Forecast:
 
 
 @dataclass(frozen=True)
+class StockPoint:
+    """The step as PyTorch splits it at a setting of its own, without dtrcompile.
+
+    Attributes:
+        setting: such as ``"activation_memory_budget=0.5"``.
+        peak_bytes: the most that the graphs hold, counted like that of a `Forecast`.
+        baseline_peak_bytes: the same at PyTorch's default.
+        cost_ns, baseline_cost_ns: time of the step's operators by the cost model, at the setting
+            and at PyTorch's default.
+    """
+
+    setting: str
+    peak_bytes: int
+    baseline_peak_bytes: int
+    cost_ns: int
+    baseline_cost_ns: int
+
+    @property
+    def overhead(self) -> float:
+        """Cost / cost at PyTorch's default."""
+        return self.cost_ns / self.baseline_cost_ns if self.baseline_cost_ns else 1.0
+
+
+@dataclass(frozen=True)
 class Sweep:
     """The result of `sweep`.
 
     Attributes:
         points: one forecast for each budget, in the order in which the budgets were given.
+        stock: one point for each setting of PyTorch's that was asked for.
     """
 
     points: tuple[Forecast, ...]
+    stock: tuple[StockPoint, ...] = ()
 
     def __str__(self) -> str:
         header = ("budget", "bytes", "peak", "of the baseline", "overhead")
-        return text_table(header, list(map(_cells, self.points)), is_right=True)
+        rows = [*map(_cells, self.points), *map(_stock_cells, self.stock)]
+        return text_table(header, rows, is_right=True)
 
     def to_json(self) -> str:
-        """A JSON list with one object for each budget."""
-        return json.dumps([_plain(point) for point in self.points])
+        """A JSON list with one object for each budget, then one for each of PyTorch's settings."""
+        return json.dumps([*map(_plain, self.points), *map(_plain_stock, self.stock)])
 
     def dataframe(self) -> Any:
-        """A ``pandas.DataFrame`` with one row for each budget.
+        """A ``pandas.DataFrame`` with one row for each budget and each of PyTorch's settings.
 
         Raises:
             MissingExtraError: if pandas is not installed.
@@ -171,7 +201,7 @@ class Sweep:
             import pandas  # type: ignore[import-untyped]
         except ImportError as error:
             raise MissingExtraError("Sweep.dataframe", "pandas", "tables") from error
-        return pandas.DataFrame([_row(point) for point in self.points])
+        return pandas.DataFrame([*map(_row, self.points), *map(_plain_stock, self.stock)])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw overhead against peak, into a file of any kind that matplotlib writes.
@@ -187,7 +217,17 @@ class Sweep:
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
         mib = [p.peak_bytes / 2**20 for p in points]
-        axes.plot(mib, [p.overhead for p in points], marker="o")
+        axes.plot(mib, [p.overhead for p in points], marker="o", label="dtrcompile")
+        if self.stock:
+            stock = sorted(self.stock, key=lambda p: p.peak_bytes)
+            axes.plot(
+                [p.peak_bytes / 2**20 for p in stock],
+                [p.overhead for p in stock],
+                linestyle="none",
+                marker="x",
+                label="activation_memory_budget",
+            )
+            axes.legend()
         for x, point in zip(mib, points, strict=True):
             axes.annotate(
                 point.budget, (x, point.overhead), xytext=(4, 4), textcoords="offset points"
@@ -228,7 +268,7 @@ def plan(
     given = dict(options) if budget is None else {**options, "budget": budget}
     parsed = Options.parse(given)
     elsewhere = _elsewhere(device, dtype, autocast)
-    (point,) = _forecasts(model, inputs, parsed, [parsed.budget], elsewhere)
+    (point,) = _forecasts(model, inputs, parsed, [parsed.budget], elsewhere).points
     return point
 
 
@@ -239,6 +279,7 @@ def sweep(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
+    stock: bool | Sequence[float] = False,
     **options: Any,
 ) -> Sweep:
     """The same as `plan` for many budgets: how much compute each of them costs.
@@ -248,6 +289,9 @@ def sweep(
         device: as for `plan`.
         dtype: as for `plan`.
         autocast: as for `plan`.
+        stock: tell too what the step holds and costs where PyTorch splits it by its own
+            ``torch._functorch.config.activation_memory_budget``, at these shares; True: at
+            `STOCK_SHARES`.
 
     Raises:
         CaptureError: if the model does not compile as one graph.
@@ -259,7 +303,21 @@ def sweep(
     if not parsed:
         raise OptionError("sweep needs at least one budget in budgets=[...].")
     elsewhere = _elsewhere(device, dtype, autocast)
-    return Sweep(tuple(_forecasts(model, inputs, Options.parse(options), parsed, elsewhere)))
+    return _forecasts(
+        model, inputs, Options.parse(options), parsed, elsewhere, _stock_shares(stock)
+    )
+
+
+def _stock_shares(stock: bool | Sequence[float]) -> tuple[float, ...]:
+    if isinstance(stock, bool):
+        return STOCK_SHARES if stock else ()
+    for share in stock:
+        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise OptionError(
+                f"stock must be True or shares from 0 to 1 for activation_memory_budget, such as"
+                f" stock=[0.5]; {share!r} is none."
+            )
+    return tuple(map(float, stock))
 
 
 def _elsewhere(
@@ -274,22 +332,41 @@ def _forecasts(
     options: Options,
     budgets: Sequence[Budget],
     elsewhere: Elsewhere,
-) -> list[Forecast]:
-    """One for each budget; a refusal is told by what the step holds without one."""
+    shares: Sequence[float] = (),
+) -> Sweep:
+    """A point for each budget; a refusal is told by what the step holds without one."""
     asked = [*budgets, Budget.parse("100%")]
     # What is beside the graphs counts for every budget, as it does for the smallest.
     options = replace(options, budget=Budget.parse("min"))
     probed = planned_for(
-        model, inputs, options, budgets=asked, elsewhere=elsewhere, n_reserved=len(budgets)
+        model,
+        inputs,
+        options,
+        budgets=asked,
+        elsewhere=elsewhere,
+        n_reserved=len(budgets),
+        stock=shares,
     )
     *outcomes, ample = probed.outcomes
     assert isinstance(ample, Outcome)
-    return [
+    points = [
         _forecast(budget, outcome, ample, probed, elsewhere, reserved_bytes)
         for budget, outcome, reserved_bytes in zip(
             budgets, outcomes, probed.reserved_bytes, strict=True
         )
     ]
+    return Sweep(tuple(points), tuple(_stock_point(split, ample) for split in probed.stock))
+
+
+def _stock_point(split: StockSplit, ample: Outcome) -> StockPoint:
+    others = ample.others
+    return StockPoint(
+        f"activation_memory_budget={split.share:g}",
+        others.outside_bytes + split.measured.peak_with(others),
+        others.outside_bytes + ample.baseline_measured.peak_with(others),
+        split.cost_ns,
+        ample.baseline[2].cost_ns,
+    )
 
 
 def _budget_text(point: Forecast) -> str:
@@ -304,6 +381,15 @@ def _cells(point: Forecast) -> tuple[str, ...]:
     if not point.fits:
         return point.budget, budget, f"needs {format_bytes(point.peak_bytes)}", share, "-"
     return point.budget, budget, format_bytes(point.peak_bytes), share, f"{point.overhead:.3f}"
+
+
+def _stock_cells(point: StockPoint) -> tuple[str, ...]:
+    share = f"{point.peak_bytes / max(1, point.baseline_peak_bytes):.1%}"
+    return point.setting, "", format_bytes(point.peak_bytes), share, f"{point.overhead:.3f}"
+
+
+def _plain_stock(point: StockPoint) -> dict[str, Any]:
+    return {**asdict(point), "overhead": point.overhead}
 
 
 def _forecast_of(values: dict[str, Any]) -> Forecast:

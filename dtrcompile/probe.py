@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtrcompile.backend import compile_graph
-from dtrcompile.compilation.probing import ProbedPlan, probing
+from dtrcompile.compilation.probing import Asked, ProbedPlan, probing
 from dtrcompile.compilation.segments import reserved_by
 from dtrcompile.elsewhere import HERE, Elsewhere, moved
 from dtrcompile.options import Budget, ObjectsBeside, Options
@@ -55,6 +55,7 @@ def planned_for(
     dynamic_dimensions: Mapping[int, int] | None = None,
     elsewhere: Elsewhere = HERE,
     n_reserved: int = 0,
+    stock: Sequence[float] = (),
 ) -> ProbedPlan:
     """Trace the first graph of a call, which must be the only one, and plan it for each budget.
 
@@ -64,6 +65,7 @@ def planned_for(
             without them all, are fixed.
         elsewhere: where and how the step is to run.
         n_reserved: for how many budgets, from the first on, the allocator is followed.
+        stock: settings of ``activation_memory_budget`` at which PyTorch splits the step too.
 
     Raises:
         CaptureError: if the model does not compile as one graph.
@@ -71,10 +73,10 @@ def planned_for(
     with elsewhere.entered():
         model, inputs, optimizers = moved(model, inputs, options.optimizer.alive(), elsewhere)
         options = replace(options, optimizer=ObjectsBeside(optimizers))
-        planned = _planned(model, inputs, options, budgets, dynamic_dimensions or {})
-        asked = planned.outcomes[:n_reserved]
+        asked = Asked(budgets, stock)
+        planned = _planned(model, inputs, options, asked, dynamic_dimensions or {})
         with not_traced():
-            planned.reserved_bytes = _reserved_bytes(asked, optimizers)
+            planned.reserved_bytes = _reserved_bytes(planned.outcomes[:n_reserved], optimizers)
         return planned
 
 
@@ -82,7 +84,7 @@ def _planned(
     model: Callable[..., Any],
     inputs: Sequence[Any],
     options: Options,
-    budgets: Sequence[Budget],
+    asked: Asked,
     dynamic_dimensions: Mapping[int, int],
 ) -> ProbedPlan:
     marked: list[Any] = list(inputs)
@@ -102,7 +104,7 @@ def _planned(
         dynamic=None if dynamic_dimensions else False,
     )
     try:
-        with probing(budgets), torch.enable_grad():
+        with probing(asked), torch.enable_grad():
             compiled(*marked)
     except ProbedPlan as planned:
         return planned

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from dtrcompile.compilation.in_chunks import ChunkedSteps, Split
-from dtrcompile.compilation.probing import ProbedPlan, is_probing, probed_budgets
+from dtrcompile.compilation.probing import ProbedPlan, StockSplit, asked, is_probing
 from dtrcompile.compilation.segments import fitted_in_segments
 from dtrcompile.compilation.session import Session, available_bytes, device_of_graph
+from dtrcompile.options import Budget
 from dtrcompile.passes.device.allocators import EXACT, allocator_of
 from dtrcompile.passes.device.costs import make_cost_model
 from dtrcompile.passes.device.host_bandwidth import measured_bytes_per_ns
@@ -21,7 +22,7 @@ from dtrcompile.passes.fitting.fit import Fitter, MemoryModel, Outcome, RefereeM
 from dtrcompile.passes.fitting.inductor_model import InductorModel
 from dtrcompile.passes.fitting.progress import CAPTURE
 from dtrcompile.passes.graphs.capture import Captured, capture
-from dtrcompile.passes.graphs.modules import output_arguments
+from dtrcompile.passes.graphs.modules import copied_module, output_arguments
 from dtrcompile.passes.graphs.one_graph import split_and_joined
 from dtrcompile.passes.graphs.sources import places_of
 from dtrcompile.passes.graphs.writes import with_early_writes
@@ -34,6 +35,7 @@ from dtrcompile.passes.target.tracing import not_traced
 from dtrcompile.passes.torch_private import (
     TracingContext,
     dynamo_timed,
+    functorch_config,
     min_cut_rematerialization_partition,
 )
 from dtrcompile.progress import showing
@@ -169,7 +171,12 @@ def _plan_at_sizes(
     if is_probing():
         with showing("dtrcompile"):
             outcomes = _probed(session, fitter, chunked)
-            if not probed_budgets() and isinstance(outcomes[0], InfeasibleBudgetError):
+            stock = [
+                _stock_split(session, joint, captured_of, share)
+                for share in asked().shares
+                if joint is not None
+            ]
+            if not asked().budgets and isinstance(outcomes[0], InfeasibleBudgetError):
                 # Whoever compiles the graph may have something else to try.
                 raise outcomes[0]
             raise ProbedPlan(
@@ -177,6 +184,7 @@ def _plan_at_sizes(
                 session.input_names,
                 session.assignment.beside,
                 session.around_bytes,
+                stock,
             )
     try:
         with showing(f"dtrcompile graph {session.graph}"):
@@ -199,7 +207,7 @@ def _probed(
     """What planning comes to, for each budget that is asked for."""
     found: list[Outcome | InfeasibleBudgetError] = []
     available_bytes = session.available_bytes
-    for budget in probed_budgets() or [session.options.budget]:
+    for budget in asked().budgets or [session.options.budget]:
         session.options = replace(session.options, budget=budget)
         session.available_bytes = available_bytes
         try:
@@ -209,6 +217,20 @@ def _probed(
         except InfeasibleBudgetError as refusal:
             found.append(_located(refusal, fitter.captured, session))
     return found
+
+
+def _stock_split(
+    session: Session,
+    joint: Joint,
+    captured_of: Callable[[fx.GraphModule, fx.GraphModule | None], Captured],
+    share: float,
+) -> StockSplit:
+    """What the step holds and costs as PyTorch splits it at a setting of its own."""
+    with functorch_config.patch(activation_memory_budget=share):
+        split = joint.split(copied_module(joint.graph))
+    session.options = replace(session.options, budget=Budget.parse("100%"))
+    outcome = _fitter(session, captured_of(*split)).fit(session.limits, is_whole_peak=True)
+    return StockSplit(share, outcome.baseline_measured, outcome.baseline[2].cost_ns)
 
 
 def _located(

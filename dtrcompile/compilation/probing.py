@@ -5,11 +5,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from dtrcompile.options import Budget
 from dtrcompile.outside.surroundings import SurroundingBytes
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.fitting.fit import Outcome
+from dtrcompile.passes.fitting.measured import Measured
+
+
+@dataclass(frozen=True)
+class StockSplit:
+    """PyTorch's split of a step into forward and backward, at a setting of its own.
+
+    Attributes:
+        share: ``torch._functorch.config.activation_memory_budget``.
+        measured: what it holds.
+        cost_ns: of its operators, those that its backward computes again included.
+    """
+
+    share: float
+    measured: Measured
+    cost_ns: int
 
 
 class ProbedPlan(BaseException):
@@ -22,6 +39,7 @@ class ProbedPlan(BaseException):
         around_bytes: of a training step, what is there when an optimizer steps.
         reserved_bytes: for each outcome that this is asked for, what the caching allocator of a GPU
             takes from it over some steps; None for a refusal, and on a CPU.
+        stock: one for each setting of PyTorch's that was asked for.
     """
 
     def __init__(
@@ -30,6 +48,7 @@ class ProbedPlan(BaseException):
         input_names: Sequence[str],
         beside: SurroundingBytes,
         around_bytes: int,
+        stock: Sequence[StockSplit] = (),
     ) -> None:
         super().__init__()
         self.outcomes = outcomes
@@ -37,6 +56,7 @@ class ProbedPlan(BaseException):
         self.beside = beside
         self.around_bytes = around_bytes
         self.reserved_bytes: Sequence[int | None] = ()
+        self.stock = stock
 
     @property
     def outcome(self) -> Outcome:
@@ -51,28 +71,37 @@ class ProbedPlan(BaseException):
         return outcome
 
 
-_BUDGETS: ContextVar[Sequence[Budget] | None] = ContextVar("dtrcompile_probing", default=None)
+@dataclass(frozen=True)
+class Asked:
+    """What a graph is planned for.
+
+    Attributes:
+        budgets: one after the other; none: that of its options.
+        shares: settings of ``activation_memory_budget`` at which PyTorch splits it too.
+    """
+
+    budgets: Sequence[Budget] = ()
+    shares: Sequence[float] = ()
+
+
+_ASKED: ContextVar[Asked | None] = ContextVar("dtrcompile_probing", default=None)
 
 
 def is_probing() -> bool:
     """Whether graphs are only to be planned, and `ProbedPlan` raised, instead of compiled."""
-    return _BUDGETS.get() is not None
+    return _ASKED.get() is not None
 
 
-def probed_budgets() -> Sequence[Budget]:
-    """The budgets to plan a graph for; none: that of its options."""
-    return _BUDGETS.get() or ()
+def asked() -> Asked:
+    """What a graph is planned for, where it is only planned."""
+    return _ASKED.get() or Asked()
 
 
 @contextlib.contextmanager
-def probing(budgets: Sequence[Budget] = ()) -> Iterator[None]:
-    """Inside of the ``with`` block, graphs are planned and not compiled.
-
-    Args:
-        budgets: to plan for one after the other; none: that of the options.
-    """
-    token = _BUDGETS.set(budgets)
+def probing(asked: Asked = Asked()) -> Iterator[None]:
+    """Inside of the ``with`` block, graphs are planned and not compiled."""
+    token = _ASKED.set(asked)
     try:
         yield
     finally:
-        _BUDGETS.reset(token)
+        _ASKED.reset(token)

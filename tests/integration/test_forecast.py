@@ -6,18 +6,23 @@ import gc
 import inspect
 import json
 import pickle
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx
 
 import dtrcompile
 from dtrcompile.cli import main
+from dtrcompile.demo.memory import static_bytes
 from dtrcompile.explain.explained import Fate
 from dtrcompile.passes.errors import DTRError, OptionError
-from workloads.training import compile_dtr
+from workloads.training import compile_dtr, live_peak_bytes
 
 WIDTH, ROWS = 32, 256
 
@@ -91,6 +96,34 @@ def test_a_sweep_answers_as_each_plan_does() -> None:
     assert [row["budget"] for row in json.loads(dtrcompile.Sweep(points).to_json())] == [
         str(p.budget) for p in points
     ]
+
+
+@pytest.mark.inductor
+def test_pytorchs_own_settings_hold_what_a_sweep_says_of_them() -> None:
+    model, *inputs = made()
+    swept = dtrcompile.sweep(model, *inputs, budgets=["min"], stock=[0.5, 0])
+    assert [p.setting for p in swept.stock] == [
+        "activation_memory_budget=0.5",
+        "activation_memory_budget=0",
+    ]
+    assert "activation_memory_budget=0.5" in str(swept)
+    assert "activation_memory_budget=0" in swept.to_json()
+    for share, point in zip((0.5, 0), swept.stock, strict=True):
+        torch._dynamo.reset()
+        with functorch_config.patch(activation_memory_budget=share):
+            compiled = torch.compile(model, backend=_inductor)
+            compiled(*inputs).backward()
+        model.zero_grad(set_to_none=True)
+        peak_bytes = live_peak_bytes(lambda: compiled(*inputs).backward())  # noqa: B023
+        model.zero_grad(set_to_none=True)
+        assert 0 <= point.peak_bytes - peak_bytes - static_bytes(model, *inputs) <= 8
+        assert point.overhead > 1
+        assert point.baseline_peak_bytes == swept.points[0].baseline_peak_bytes
+
+
+def _inductor(gm: torch.fx.GraphModule, example_inputs: Sequence[Tensor]) -> Any:
+    """By another name: Dynamo's guards know nothing of the setting."""
+    return compile_fx(gm, example_inputs)
 
 
 def test_a_model_without_data_is_planned_as_one_with_data() -> None:
@@ -173,6 +206,8 @@ def test_what_is_asked_wrongly() -> None:
         dtrcompile.sweep(model, *inputs, budget="50%")
     with pytest.raises(OptionError, match="at least one"):
         dtrcompile.sweep(model, *inputs, budgets=[])
+    with pytest.raises(OptionError, match=r"shares from 0 to 1 .*50 is none"):
+        dtrcompile.sweep(model, *inputs, stock=[50])
     refused = dtrcompile.plan(model, *inputs, budget=1000, compiler="eager")
     assert not refused.fits
     assert str(refused) == str(refused.refusal)
@@ -233,9 +268,10 @@ def test_commands_on_a_users_model(
     assert main(["plan", named, "--budget", "70%", "--json"]) == 0
     point = json.loads(capsys.readouterr().out)
     assert point["peak_bytes"] <= point["budget_bytes"]
-    assert main(["sweep", named, "--budget", "70%", "--budget", "min"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["budget", "70%", "min"]
+    assert main(["sweep", named, "--budget", "70%", "--budget", "min", "--stock"]) == 0
+    first = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert first[:3] == ["budget", "70%", "min"]
+    assert [text.partition("=")[0] for text in first[3:]] == ["activation_memory_budget"] * 5
     page = tmp_path / "page.html"
     assert main(["explain", named, "--budget", "70%", "-o", str(page)]) == 0
     assert "Live memory" in page.read_text(encoding="utf-8")
