@@ -46,6 +46,7 @@ _EXPLAIN = (
     f"{_USER_MODEL} DTRCOMPILE_ARTIFACTS=FOLDER has each compilation write its explanation to a"
     " file, which is read again here."
 )
+_OPTIMIZER = "of torch.optim, such as AdamW: counted"
 _HOST_LINK = "bandwidth to the host in 10⁹ bytes/s, each way, for planner offload"
 
 
@@ -124,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--planning-s", type=float, default=None, help="of planner auto")
     plan.add_argument("--host-link", type=float, metavar="GB/S", help=_HOST_LINK)
     plan.add_argument("-o", "--output", type=Path, help="write the plan to this file")
-    plan.add_argument("--optimizer", metavar="NAME", help="of torch.optim, such as AdamW: counted")
+    plan.add_argument("--optimizer", metavar="NAME", help=_OPTIMIZER)
     plan.set_defaults(run=_plan)
 
     sweep = commands.add_parser(
@@ -155,8 +156,13 @@ def _parser() -> argparse.ArgumentParser:
         description=_USER_MODEL,
     )
     largest.add_argument("model", help="module:callable")
-    largest.add_argument("--budget", required=True, help="in bytes, such as 8GiB")
+    largest.add_argument(
+        "--budget", help="in bytes, such as 8GiB; with --device all of its memory if left out"
+    )
     largest.add_argument("--symbol", default="batch", help="batch, length or a dimension's number")
+    largest.add_argument("--json", action="store_true", help="print the result as JSON")
+    _add_elsewhere(largest)
+    largest.add_argument("--optimizer", metavar="NAME", help=_OPTIMIZER)
     largest.set_defaults(run=_largest)
 
     explain = commands.add_parser(
@@ -372,8 +378,16 @@ def _largest(parsed: argparse.Namespace) -> None:
     from dtrcompile.user_model import user_model
 
     symbol = int(parsed.symbol) if parsed.symbol.isdecimal() else parsed.symbol
-    named = user_model(parsed.model)
-    print(largest(named.model, *named.inputs, symbol=symbol, budget=parsed.budget))
+    if parsed.budget is None and parsed.device is None:
+        raise OptionError(
+            "largest needs --budget, such as 8GiB, or --device, all of whose memory it then takes."
+        )
+    asked = {**_elsewhere(parsed), "symbol": symbol, "budget": parsed.budget or "auto"}
+    named = user_model(parsed.model, parsed.batch, parsed.length)
+    if parsed.optimizer is not None:
+        asked["optimizer"] = _optimizer(parsed.optimizer, named.model)
+    found = largest(named.model, *named.inputs, **asked)
+    print(found.to_json() if parsed.json else found)
 
 
 def _explain(parsed: argparse.Namespace) -> None:

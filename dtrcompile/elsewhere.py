@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from dtrcompile.passes.device.optimizer_step import state_tensors
 from dtrcompile.passes.device.padding import foreseen as foreseen_padding
 from dtrcompile.passes.errors import CaptureError, OptionError
-from dtrcompile.passes.target.devices import Target, planning_for
+from dtrcompile.passes.target.devices import Target, planning_for, target_of
 from dtrcompile.passes.target.stand_in import standing_in
 from dtrcompile.passes.target.tracing import DEVICE, traced
 from dtrcompile.passes.torch_private import FakeTensorMode
@@ -76,6 +76,17 @@ class Elsewhere:
 
 
 HERE = Elsewhere()
+
+
+def elsewhere_of(
+    device: str | None, dtype: torch.dtype | None, autocast: torch.dtype | None
+) -> Elsewhere:
+    """As a user says it.
+
+    Raises:
+        OptionError: for a device that is not in the table.
+    """
+    return Elsewhere(None if device is None else target_of(device), dtype, autocast)
 
 
 def moved(

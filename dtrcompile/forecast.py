@@ -19,7 +19,7 @@ import torch
 
 from dtrcompile.compilation.probing import ProbedPlan, StockSplit
 from dtrcompile.compilation.reporting import explained
-from dtrcompile.elsewhere import Elsewhere
+from dtrcompile.elsewhere import Elsewhere, elsewhere_of
 from dtrcompile.explain.explained import Explained, format_ns
 from dtrcompile.explain.explanation import Explanation
 from dtrcompile.options import Budget, Options
@@ -31,7 +31,6 @@ from dtrcompile.passes.errors import (
     format_bytes,
 )
 from dtrcompile.passes.fitting.fit import Outcome
-from dtrcompile.passes.target.devices import target_of
 from dtrcompile.passes.target.tracing import not_traced
 from dtrcompile.probe import planned_for
 from dtrcompile.steps.planned import Details
@@ -267,7 +266,7 @@ def plan(
     """
     given = dict(options) if budget is None else {**options, "budget": budget}
     parsed = Options.parse(given)
-    elsewhere = _elsewhere(device, dtype, autocast)
+    elsewhere = elsewhere_of(device, dtype, autocast)
     (point,) = _forecasts(model, inputs, parsed, [parsed.budget], elsewhere).points
     return point
 
@@ -302,7 +301,7 @@ def sweep(
     parsed = [Budget.parse(budget, what="budgets") for budget in budgets]
     if not parsed:
         raise OptionError("sweep needs at least one budget in budgets=[...].")
-    elsewhere = _elsewhere(device, dtype, autocast)
+    elsewhere = elsewhere_of(device, dtype, autocast)
     return _forecasts(
         model, inputs, Options.parse(options), parsed, elsewhere, _stock_shares(stock)
     )
@@ -318,12 +317,6 @@ def _stock_shares(stock: bool | Sequence[float]) -> tuple[float, ...]:
                 f" stock=[0.5]; {share!r} is none."
             )
     return tuple(map(float, stock))
-
-
-def _elsewhere(
-    device: str | None, dtype: torch.dtype | None, autocast: torch.dtype | None
-) -> Elsewhere:
-    return Elsewhere(None if device is None else target_of(device), dtype, autocast)
 
 
 def _forecasts(

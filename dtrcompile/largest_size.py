@@ -8,19 +8,23 @@ until one fits and the next does not.  Nothing is compiled to kernels or run.
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dtrcompile.elsewhere import Elsewhere, elsewhere_of
 from dtrcompile.options import Budget, Options
 from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, format_bytes
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.program.sizes import Sizes
-from dtrcompile.probe import planned_outcome
+from dtrcompile.passes.target.tracing import not_traced
+from dtrcompile.probe import planned_for
 
 log = logging.getLogger("dtrcompile")
 
@@ -68,6 +72,10 @@ class Largest:
     budget_bytes: int
     points: tuple[SizePoint, ...]
 
+    def to_json(self) -> str:
+        """One JSON object with a key for each field."""
+        return json.dumps(asdict(self))
+
     def __str__(self) -> str:
         best = max(point.relative_throughput for point in self.points)
         lines = [
@@ -88,6 +96,9 @@ def largest(
     symbol: str | int = "batch",
     budget: object = None,
     most: int | None = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
     **options: Any,
 ) -> Largest:
     """The largest size at which a training step of ``model`` stays within a budget.
@@ -101,6 +112,11 @@ def largest(
             the first tensor with this dimension.
         budget: as option ``budget``, in bytes; a share or ``"min"`` grows with the size.
         most: larger sizes are not looked at; None means 2 ** 20 times the given size.
+        device: the device to plan for: a GPU that need not be there, such as ``"cuda:H100-80GB"``
+            (`dtrcompile.passes.target.devices.TARGETS`), all of whose memory may be taken if no
+            budget is given; without it, where the tensors are.
+        dtype: of the model's floating-point parameters, buffers and inputs; without it, their own.
+        autocast: plan as if the step ran under ``torch.autocast`` with this dtype.
         options: as for ``torch.compile(..., backend="dtr")``.
 
     Raises:
@@ -114,7 +130,7 @@ def largest(
             f"largest needs a budget in bytes, not {parsed.budget}: a share of the unbudgeted peak"
             " grows with the size. Pass budget='8GiB'."
         )
-    return _Search(model, inputs, symbol, parsed, most).run()
+    return _Search(model, inputs, symbol, parsed, most, elsewhere_of(device, dtype, autocast)).run()
 
 
 class _Search:
@@ -125,8 +141,10 @@ class _Search:
         symbol: str | int,
         options: Options,
         most: int | None,
+        elsewhere: Elsewhere,
     ) -> None:
         self.model = model
+        self.elsewhere = elsewhere
         self.inputs = inputs
         self.options = options
         self.symbol = str(symbol) if isinstance(symbol, str) else f"size of dimension {symbol}"
@@ -159,40 +177,41 @@ class _Search:
         found: list[Any] = []
         for value in self.inputs:
             if self._changes(value):
-                index = torch.arange(size, device=value.device) % self.size
-                with torch.no_grad():
-                    found.append(
-                        value.index_select(self.dimension, index).requires_grad_(
-                            value.requires_grad
-                        )
-                    )
+                found.append(self._of_size(value, size).requires_grad_(value.requires_grad))
             else:
                 found.append(value)
         return found
+
+    @torch.no_grad()
+    def _of_size(self, value: Tensor, size: int) -> Tensor:
+        if self.elsewhere.moves:  # to where it has no data
+            shape = [*value.shape]
+            shape[self.dimension] = size
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+        index = torch.arange(size, device=value.device) % self.size
+        return value.index_select(self.dimension, index)
 
     def outcome(self, size: int) -> Outcome | InfeasibleBudgetError:
         """What `torch.compile` would plan for a size."""
         if size not in self.outcomes:
             try:
-                self.outcomes[size] = planned_outcome(
-                    self.model, self.inputs_of(size), self.options
-                )
+                self.outcomes[size] = self._planned(size, self.options)
             except InfeasibleBudgetError as refusal:
                 self.outcomes[size] = refusal
             log.info("%s %d: %s", self.symbol, size, "fits" if self.fits(size) else "does not fit")
         return self.outcomes[size]
 
+    def _planned(self, size: int, options: Options, **how: Any) -> Outcome:
+        planned = planned_for(
+            self.model, self.inputs_of(size), options, elsewhere=self.elsewhere, **how
+        )
+        return planned.outcome
+
     def fits(self, size: int) -> bool:
         return isinstance(self.outcome(size), Outcome)
 
     def run(self) -> Largest:
-        low, high = self._bracket(min(self._guess(), self.most))
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.fits(middle):
-                low = middle
-            else:
-                high = middle
+        low = self._largest(min(self._guess(), self.most))
         sizes = {max(1, int(low * part)) for part in _PARTS} | {low}
         points = [self._point(size) for size in sorted(sizes) if self.fits(size)]
         found = self.outcome(low)
@@ -202,13 +221,13 @@ class _Search:
     def _guess(self) -> int:
         """Where the smallest plan for the given size meets the budget."""
         smallest = replace(self.options, budget=Budget.parse("min"))
-        budget_bytes = self.options.resolve_budget_bytes(0, None)
+        target = self.elsewhere.target
+        available_bytes = None if target is None else target.available_bytes
+        budget_bytes = self.options.resolve_budget_bytes(0, available_bytes)
         marked = {i: self.dimension for i, v in enumerate(self.inputs) if self._changes(v)}
         if self.size < 2:
             return self.size
-        outcome = planned_outcome(
-            self.model, self.inputs_of(self.size), smallest, dynamic_dimensions=marked
-        )
+        outcome = self._planned(self.size, smallest, dynamic_dimensions=marked)
         by_sizes, symbols = outcome.measured.by_sizes, outcome.captured.symbols
         if by_sizes is None or len(symbols) != 1 or budget_bytes is None:
             return self.size
@@ -219,37 +238,63 @@ class _Search:
 
         # From below: what library calls hold inside is measured at each size that is looked at, on
         # tensors of that size.
-        low, high = 1, self.size
-        while high < self.most and is_within(high):
-            low, high = high, min(2 * high, self.most)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if is_within(middle):
-                low = middle
-            else:
-                high = middle - 1
+        with self.elsewhere.entered(), not_traced():
+            low, high = 1, self.size
+            while high < self.most and is_within(high):
+                low, high = high, min(2 * high, self.most)
+            while low < high:
+                middle = (low + high + 1) // 2
+                if is_within(middle):
+                    low = middle
+                else:
+                    high = middle - 1
         return low
 
-    def _bracket(self, guess: int) -> tuple[int, int]:
-        """A size that fits and a larger one that does not, near the guess."""
-        step = 1
-        if self.fits(guess):
-            low = guess
-            while low < self.most:
-                high = min(low + step, self.most)
-                if not self.fits(high):
-                    return low, high
-                low, step = high, 2 * step
-            return low, low + 1
-        high = guess
-        while high > 1:
-            low = max(high - step, 1)
-            if self.fits(low):
-                return low, high
-            high, step = low, 2 * step
-        refusal = self.outcome(high)
-        assert isinstance(refusal, InfeasibleBudgetError)
-        raise refusal
+    def _largest(self, size: int) -> int:
+        """The size that fits and whose successor does not.
+
+        Args:
+            size: to look at first.
+
+        Raises:
+            InfeasibleBudgetError: if not even 1 fits.
+        """
+        low, high = 0, self.most + 1  # what is known to fit, and what is not
+        n_short = 0  # steps that halved nothing, one after the other
+        while True:
+            width = high - low
+            if self.fits(size):
+                low = size
+            else:
+                high = size
+            if high - low <= 1:
+                break
+            n_short = n_short + 1 if 2 * (high - low) > width else 0
+            if high > self.most:
+                size = min(2 * low, self.most)
+            elif n_short == 2:
+                size, n_short = (low + high) // 2, 0
+            else:
+                size = max(low + 1, min(self._size_of_budget(), high - 1))
+        refusal = self.outcome(1) if not low else None
+        if isinstance(refusal, InfeasibleBudgetError):
+            raise refusal
+        return low
+
+    def _size_of_budget(self) -> int:
+        """Where the smallest peaks that refusals name would meet the budget, along a line."""
+        named = [
+            (size, outcome.minimum_bytes, outcome.budget_bytes)
+            for size, outcome in sorted(self.outcomes.items())
+            if isinstance(outcome, InfeasibleBudgetError)
+        ]
+        (size, peak_bytes, budget_bytes), *others = named
+        if not peak_bytes or not budget_bytes:
+            return size // 2
+        bytes_of_one = peak_bytes / size
+        if others and (larger_bytes := others[0][1] or 0) > peak_bytes:
+            bytes_of_one = (larger_bytes - peak_bytes) / (others[0][0] - size)
+        return size - math.ceil((peak_bytes - budget_bytes) / bytes_of_one)
 
     def _point(self, size: int) -> SizePoint:
         outcome = self.outcome(size)

@@ -95,6 +95,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor as fake_tensor_module
 from torch._subclasses.fake_tensor import _DISPATCH_META_HANDLERS as metadata_handlers
+from torch.fx.experimental import proxy_tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _triton as triton_availability
 

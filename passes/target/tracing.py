@@ -42,6 +42,7 @@ from dtrcompile.passes.torch_private import (
     compile_fx_module,
     joint_graph,
     metadata_handlers,
+    proxy_tensor,
 )
 
 DEVICE = torch.device("cuda", 0)
@@ -60,6 +61,9 @@ def traced(target: Target) -> Iterator[None]:
         for owner, name, replacement in (
             (FakeTensor, "__torch_dispatch__", classmethod(_dispatch_of_tensor)),
             (FakeTensorMode, "dispatch", _dispatch_of_mode),
+            # `torch.tensor` moves its values to the GPU only when they are fake.
+            (FakeTensorMode, "avoid_device_init", True),
+            (proxy_tensor, "unset_fake_temporarily", _unset_fake_on_cpu),
             (FunctionalTensor, "device", property(_device_of_functional)),
             (compile_fx_module, "joint_graph_passes", _joint_graph_passes),
             # Inductor traces its patterns on the device; those of the CPU are the same.
@@ -154,6 +158,16 @@ class _OnCPU(TorchDispatchMode):
         if not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(asked)):
             asked = pytree.tree_map_only(torch.device, lambda _device: _CPU, asked)
         return func(*asked[0], **asked[1])
+
+
+_UNSET_FAKE = proxy_tensor.unset_fake_temporarily
+
+
+@contextlib.contextmanager
+def _unset_fake_on_cpu() -> Iterator[Any]:
+    """For what is computed while it is traced, with the values of small constants."""
+    with _UNSET_FAKE() as mode, _OnCPU():
+        yield mode
 
 
 _JOINT_GRAPH_PASSES = compile_fx_module.joint_graph_passes

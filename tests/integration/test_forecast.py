@@ -282,6 +282,12 @@ def test_commands_on_a_users_model(
     assert "--budget twice" in capsys.readouterr().err
     assert main(["plan", named, "--budget", "10"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+    assert main(["largest", named, "--budget", "1MiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["points"][-1]["size"] == found["size"]
+    assert found["points"][-1]["promised_peak_bytes"] <= found["budget_bytes"] == 1 << 20
+    assert main(["largest", named]) == 1
+    assert "--budget" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,43 @@ def test_a_simple_net_holds_the_same_on_every_device() -> None:
     assert there.cost_ns < here.cost_ns
 
 
+def test_the_largest_batch_on_a_gpu_that_is_not_there() -> None:
+    model, x = made()
+    found = dtrcompile.largest(model, x[:4], budget="64MiB", device=DEVICE)
+    assert found.budget_bytes == 64 << 20
+    point = found.points[-1]
+    assert point.size == found.size > ROWS
+    for more, fits in ((0, True), (1, False)):
+        with torch.device("meta"):
+            rows = torch.empty(found.size + more, WIDTH)
+        forecast = dtrcompile.plan(model, rows, budget="64MiB", device=DEVICE)
+        assert forecast.fits is fits
+        if fits:
+            assert forecast.peak_bytes == point.promised_peak_bytes
+
+
+class MakesTensors(nn.Module):
+    """Of values that its program holds, on its parameters' device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nothing = torch.tensor([], dtype=x.dtype, device=x.device)
+        half = torch.tensor(0.5, device=self.inner.weight.device)
+        rows = torch.cat([nothing, self.inner(x).flatten()])
+        return (rows * half + torch.tensor([1.0, 2.0], device=x.device).sum()).square().sum()
+
+
+def test_tensors_that_the_model_makes_of_numbers_are_on_the_gpu() -> None:
+    here = dtrcompile.plan(MakesTensors(), torch.randn(ROWS, WIDTH), budget="100%")
+    there = dtrcompile.plan(MakesTensors(), torch.randn(ROWS, WIDTH), budget="100%", device="T4")
+    assert there.fits
+    # Constants are blocks of 512 bytes there.
+    assert 0 <= there.split["parameters"] - here.split["parameters"] < 2 * 512
+
+
 def test_nothing_is_left_of_it() -> None:
     model, x = made()
     dtrcompile.plan(model, x, budget="60%", device=DEVICE)
