@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     info = commands.add_parser("info", help="versions and devices, for a bug report")
+    info.add_argument("--json", action="store_true", help="print them as JSON")
     info.set_defaults(run=_info)
 
     patches = commands.add_parser(
@@ -184,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         " may be repeated",
     )
     explain.add_argument("--rows", type=_positive, default=15, help="of each table (default: 15)")
+    explain.add_argument("--json", action="store_true", help="print the explanation as JSON")
     explain.set_defaults(run=_explain)
 
     compare = commands.add_parser(
@@ -205,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("plan", type=Path, help="a plan file")
     replay.add_argument("--host-link", type=float, metavar="GB/S", help=_HOST_LINK)
     replay.add_argument("--steps", action="store_true", help="print the bytes at every step")
+    replay.add_argument("--json", action="store_true", help="print what it needs as JSON")
     replay.set_defaults(run=_replay)
 
     gap = commands.add_parser(
@@ -303,25 +307,46 @@ def _positive(text: str) -> int:
     return number
 
 
-def _info(_: argparse.Namespace) -> None:
-    print(f"dtrcompile {dtrcompile.__version__}")
-    print(f"python {platform.python_version()} on {platform.platform()}")
+def _info(parsed: argparse.Namespace) -> None:
+    found = _environment()
+    if parsed.json:
+        print(json.dumps(found))
+        return
+    print(f"dtrcompile {found['dtrcompile']}")
+    print(f"python {found['python']} on {found['platform']}")
+    for name in ("numpy", "torch"):
+        print(f"{name} is not installed" if found[name] is None else f"{name} {found[name]}")
+    if found["torch"] is None:
+        return
+    for index, device in enumerate(found["devices"]):
+        print(f"cuda:{index} {device['name']}, {format_bytes(device['memory_bytes'])}")
+    if not found["devices"]:
+        print(f"no CUDA device; {found['cpu_threads']} CPU threads")
+    print(f"devices to plan for: {', '.join(found['devices_to_plan_for'])}")
+
+
+def _environment() -> dict[str, Any]:
+    """Versions and devices; what is not installed is None."""
+    found: dict[str, Any] = {
+        "dtrcompile": dtrcompile.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
     for name in ("numpy", "torch"):
         try:
-            print(f"{name} {metadata.version(name)}")
+            found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            print(f"{name} is not installed")
-    try:
-        import torch
-    except ImportError:
-        return
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            print(f"cuda:{index} {properties.name}, {format_bytes(properties.total_memory)}")
-    else:
-        print(f"no CUDA device; {torch.get_num_threads()} CPU threads")
-    print(f"devices to plan for: {', '.join(TARGETS)}")
+            found[name] = None
+    if found["torch"] is None:
+        return found
+    import torch
+
+    n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = map(torch.cuda.get_device_properties, range(n_devices))
+    found["devices"] = [{"name": p.name, "memory_bytes": p.total_memory} for p in properties]
+    found["cpu_threads"] = torch.get_num_threads()
+    found["devices_to_plan_for"] = list(TARGETS)
+    return found
 
 
 def _demo(parsed: argparse.Namespace) -> None:
@@ -403,8 +428,10 @@ def _explain(parsed: argparse.Namespace) -> None:
         explanation = Explanation.from_json(text)
     for path in parsed.output:
         explanation.save(path)
-        print(f"wrote {path}")
-    if not parsed.output:
+        print(f"wrote {path}", file=sys.stderr if parsed.json else sys.stdout)
+    if parsed.json:
+        print(explanation.to_json())
+    elif not parsed.output:
         print(explanation.text(parsed.rows))
 
 
@@ -534,6 +561,11 @@ def _replay(parsed: argparse.Namespace) -> None:
     plan = Plan.from_text(_read_text(parsed.plan))
     if parsed.host_link is not None:
         plan = replace(plan, host_link=_host_link(parsed))
+    if parsed.json:
+        _refuse_ignored(parsed, ("steps",), "--json")
+        _, stats = replay(program, plan)
+        print(json.dumps({**asdict(stats), "overhead": stats.overhead}))
+        return
     if parsed.steps:
         timeline, _ = replay(program, plan)
         rows = zip(plan.steps, timeline.during_bytes, timeline.after_bytes, strict=True)

@@ -276,6 +276,9 @@ def test_commands_on_a_users_model(
     assert main(["explain", named, "--budget", "70%", "-o", str(page)]) == 0
     assert "Live memory" in page.read_text(encoding="utf-8")
     capsys.readouterr()
+    assert main(["explain", named, "--budget", "70%", "--json", "-o", str(page)]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"]
+    capsys.readouterr()
     assert main(["compare", named, "--budget", "100%", "--budget", "min"]) == 0
     assert "kept -> recomputed" in capsys.readouterr().out
     assert main(["compare", named, "--budget", "100%"]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -58,6 +59,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_info_names_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dtrcompile"] == dtrcompile.__version__
+    assert "H200" in found["devices_to_plan_for"]
     assert main(["info"]) == 0
     output = capsys.readouterr().out
     assert f"dtrcompile {dtrcompile.__version__}" in output
@@ -103,6 +108,10 @@ def test_plan_to_a_file_and_replay_of_it(
     assert "planner:        dtr(h_lru)" in planned
     assert main(["replay", str(program_file), str(plan_file)]) == 0
     assert capsys.readouterr().out == planned
+    assert main(["replay", str(program_file), str(plan_file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] > 0
+    assert main(["replay", str(program_file), str(plan_file), "--json", "--steps"]) == 1
+    assert "--steps" in capsys.readouterr().err
     assert main(["replay", str(program_file), str(plan_file), "--steps"]) == 0
     steps = capsys.readouterr().out.splitlines()
     plan = Plan.from_text(plan_file.read_text(encoding="utf-8"))
