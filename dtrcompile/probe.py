@@ -150,7 +150,9 @@ def _told(error: Exception) -> str:
     raised = [part for line in lines if (part := line.partition(_RAISED)[2])]
     if raised:  # by the model itself
         return f"it raises {raised[0]}"
-    return " ".join([*lines[:1], *hints]) or type(error).__name__
+    # Of an error in what compiles the graph, the first line says no more than that.
+    n_first = 2 if lines and lines[0].endswith("raised:") else 1
+    return " ".join([*lines[:n_first], *hints]) or type(error).__name__
 
 
 # How Dynamo names an exception that nobody handles in what it traces.

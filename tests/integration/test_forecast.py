@@ -200,6 +200,16 @@ def _breaking(x: Tensor) -> Tensor:
     return x.exp()
 
 
+def test_an_error_while_a_graph_is_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_args: object, **_kwargs: object) -> None:
+        raise ZeroDivisionError("seen in capture")
+
+    monkeypatch.setattr("dtrcompile.compilation.planning.capture", fails)
+    model, *inputs = made()
+    with pytest.raises(dtrcompile.CaptureError, match="ZeroDivisionError: seen in capture"):
+        dtrcompile.plan(model, *inputs, budget="50%", compiler="eager")
+
+
 def test_what_is_asked_wrongly() -> None:
     model, *inputs = made()
     with pytest.raises(OptionError, match="budgets"):
