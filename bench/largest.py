@@ -144,14 +144,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 model.make(), *model.inputs(GIVEN), budget=budget_bytes, compiler=compiler
             )
             held = held_bytes(model, found.size, budget_bytes, compiler)
-            is_next_refused = held_bytes(model, found.size + 1, budget_bytes, compiler) is None
+            is_next_refused = held_bytes(model, found.refused_size, budget_bytes, compiler) is None
             what = f"{name}, {compiler}, {budget_bytes} bytes: batch {found.size}"
             if held is None:
                 bad.append(f"{what} is refused")
             elif held > budget_bytes:
                 bad.append(f"{what} holds {held} bytes")
             if not is_next_refused:
-                bad.append(f"{what} is named, and {found.size + 1} trains too")
+                bad.append(f"{what} is named, and {found.refused_size} trains too")
             write_json_line(
                 arguments.out,
                 {

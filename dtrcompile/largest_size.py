@@ -3,7 +3,8 @@
 The peak of the smallest plan is a formula in the size (`passes.peak_formula`).  The size at which
 it meets the budget is only a first guess, because the smallest plan for one size is not the
 smallest for another.  From there on, sizes are planned exactly as `torch.compile` would plan them,
-until one fits and the next does not.  Nothing is compiled to kernels or run.
+until one fits and the next, or one a thousandth larger, does not.  Nothing is compiled to kernels
+or run.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ log = logging.getLogger("dtrcompile")
 
 SYMBOLS: Mapping[str, int] = {"batch": 0, "length": 1}
 """Names of dimensions; a number names any other."""
+
+# Larger sizes are told to so many parts: each look takes as long as a plan.
+_EXACT_UP_TO = 1000
 
 # Parts of the largest size at which the overhead is told, so that a person sees what it costs.
 _PARTS = (1 / 4, 1 / 2, 3 / 4)
@@ -62,13 +66,16 @@ class Largest:
 
     Attributes:
         symbol: what was varied.
-        size: the largest size that trains within the budget; the next does not.
+        size: the largest size that trains within the budget.
+        refused_size: one that does not: the next, or, above 1,000, one at most a thousandth larger.
+            If ``most`` trains, ``most + 1``, which was not looked at.
         budget_bytes: the budget for that size.
         points: this size and a few smaller ones, ascending.
     """
 
     symbol: str
     size: int
+    refused_size: int
     budget_bytes: int
     points: tuple[SizePoint, ...]
 
@@ -101,7 +108,8 @@ def largest(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> Largest:
-    """The largest size at which a training step of ``model`` stays within a budget.
+    """The largest size at which a training step of ``model`` stays within a budget: exactly up to
+    1,000, to a thousandth above that.
 
     Only the planning is run: inputs of other sizes are made by repeating the given ones.
 
@@ -211,12 +219,12 @@ class _Search:
         return isinstance(self.outcome(size), Outcome)
 
     def run(self) -> Largest:
-        low = self._largest(min(self._guess(), self.most))
+        low, high = self._largest(min(self._guess(), self.most))
         sizes = {max(1, int(low * part)) for part in _PARTS} | {low}
         points = [self._point(size) for size in sorted(sizes) if self.fits(size)]
         found = self.outcome(low)
         assert isinstance(found, Outcome) and found.budget_bytes is not None
-        return Largest(self.symbol, low, found.budget_bytes, tuple(points))
+        return Largest(self.symbol, low, high, found.budget_bytes, tuple(points))
 
     def _guess(self) -> int:
         """Where the smallest plan for the given size meets the budget."""
@@ -250,8 +258,8 @@ class _Search:
                     high = middle - 1
         return low
 
-    def _largest(self, size: int) -> int:
-        """The size that fits and whose successor does not.
+    def _largest(self, size: int) -> tuple[int, int]:
+        """A size that fits and its successor, or about that, which does not.
 
         Args:
             size: to look at first.
@@ -267,7 +275,8 @@ class _Search:
                 low = size
             else:
                 high = size
-            if high - low <= 1:
+            step = max(1, low // _EXACT_UP_TO)
+            if high - low <= step:
                 break
             n_short = n_short + 1 if 2 * (high - low) > width else 0
             if high > self.most:
@@ -275,11 +284,11 @@ class _Search:
             elif n_short == 2:
                 size, n_short = (low + high) // 2, 0
             else:
-                size = max(low + 1, min(self._size_of_budget(), high - 1))
+                size = max(low + step, min(self._size_of_budget(), high - step))
         refusal = self.outcome(1) if not low else None
         if isinstance(refusal, InfeasibleBudgetError):
             raise refusal
-        return low
+        return low, high
 
     def _size_of_budget(self) -> int:
         """Where the smallest peaks that refusals name would meet the budget, along a line."""

@@ -71,7 +71,7 @@ def test_the_next_size_is_refused(
     assert found.points[-1].promised_peak_bytes <= budget
     assert str(found.size) in str(found)
     assert _trains(model, inputs_of(found.size), budget)
-    assert not _trains(model, inputs_of(found.size + 1), budget)
+    assert not _trains(model, inputs_of(found.refused_size), budget)
 
 
 def test_the_longest_sequence() -> None:
@@ -81,7 +81,7 @@ def test_the_longest_sequence() -> None:
         model, tokens, tokens, symbol="length", budget=200_000, compiler="eager", most=200
     )
     assert 8 < found.size < 200
-    longer = torch.randint(64, (2, found.size + 1))
+    longer = torch.randint(64, (2, found.refused_size))
     assert not _trains(model, (longer, longer), 200_000)
 
 

@@ -128,9 +128,10 @@ def test_the_largest_batch_on_a_gpu_that_is_not_there() -> None:
     assert found.budget_bytes == 64 << 20
     point = found.points[-1]
     assert point.size == found.size > ROWS
-    for more, fits in ((0, True), (1, False)):
+    assert found.size < found.refused_size <= found.size * 1.001 + 1
+    for size, fits in ((found.size, True), (found.refused_size, False)):
         with torch.device("meta"):
-            rows = torch.empty(found.size + more, WIDTH)
+            rows = torch.empty(size, WIDTH)
         forecast = dtrcompile.plan(model, rows, budget="64MiB", device=DEVICE)
         assert forecast.fits is fits
         if fits:
