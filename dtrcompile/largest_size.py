@@ -21,7 +21,13 @@ from torch import Tensor, nn
 
 from dtrcompile.elsewhere import Elsewhere, elsewhere_of
 from dtrcompile.options import Budget, Options
-from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, format_bytes
+from dtrcompile.passes.errors import (
+    CaptureError,
+    InfeasibleBudgetError,
+    OptionError,
+    VerificationError,
+    format_bytes,
+)
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.program.sizes import Sizes
 from dtrcompile.passes.target.tracing import not_traced
@@ -227,7 +233,15 @@ class _Search:
         return Largest(self.symbol, low, high, found.budget_bytes, tuple(points))
 
     def _guess(self) -> int:
-        """Where the smallest plan for the given size meets the budget."""
+        """Where the smallest plan for the given size meets the budget, if that can be told."""
+        try:
+            return self._size_of_formula()
+        except (CaptureError, VerificationError) as error:
+            # The model can be planned for sizes that are numbers, perhaps, and not for a symbol.
+            log.info("%s: no formula (%s); starting from %d", self.symbol, error, self.size)
+            return self.size
+
+    def _size_of_formula(self) -> int:
         smallest = replace(self.options, budget=Budget.parse("min"))
         target = self.elsewhere.target
         available_bytes = None if target is None else target.available_bytes

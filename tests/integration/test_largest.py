@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 
 import dtrcompile
 from dtrcompile.demo.gpt import GPT, GPTSizes
-from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError
+from dtrcompile.passes.errors import InfeasibleBudgetError, OptionError, VerificationError
 from dtrcompile.passes.fitting.fit import PlanSizeModel
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 from dtrcompile.passes.program.sizes import Sizes
+from dtrcompile.probe import planned_for
 from workloads.training import compile_dtr, unwrap
 
 
@@ -99,6 +101,18 @@ def test_sizes_far_above_the_answer_are_not_measured(monkeypatch: pytest.MonkeyP
     model, inputs_of = _perceptron()
     found = dtrcompile.largest(model, *inputs_of(3), budget=100_000, compiler="eager")
     assert max(asked) <= 4 * found.size
+
+
+def test_a_size_that_cannot_be_a_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(*args: Any, **how: Any) -> Any:
+        if how.get("dynamic_dimensions"):
+            raise VerificationError("Inductor's wrapper could not be replayed")
+        return planned_for(*args, **how)
+
+    model, inputs_of = _perceptron()
+    expected = dtrcompile.largest(model, *inputs_of(3), budget=100_000, compiler="eager")
+    monkeypatch.setattr("dtrcompile.largest_size.planned_for", planned)
+    assert dtrcompile.largest(model, *inputs_of(3), budget=100_000, compiler="eager") == expected
 
 
 def test_a_budget_that_nothing_fits() -> None:
