@@ -128,7 +128,7 @@ class _Parts:
                 step_peak=step_peak,
                 parameters=parameters,
                 received=self.received,
-                returned=Returned() if symbols else self.returned,
+                returned=self.returned,
             )
 
 

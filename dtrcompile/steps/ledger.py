@@ -306,6 +306,7 @@ class Ledger:
                 gradient_bytes=others.gradient_bytes + graph.returned.kept_loss_bytes,
             ),
             note=f"{assignment.note}; {note}".lstrip("; "),
+            loss_sizes=graph.sizes,
         )
 
     def refusal_of(
@@ -576,6 +577,10 @@ class Ledger:
                 log.info(_RELEASED)
             else:
                 return
+
+    def larger_call(self) -> None:
+        """A graph runs at sizes for which the loss outside of it was only estimated."""
+        self.recording.larger_call(begins_step=not (self.calls or self.anything_waits()))
 
     def save_least(self, graph: SharedGraph, planned: Planned) -> None:
         """Compile a graph to save as little as possible, unless it is small.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -58,6 +59,8 @@ class Assignment:
         sizes: the values of symbolic sizes to plan for; None: those that it was traced with.
         number: which of the graph's plans this is.
         beside: what optimizers and kept gradients hold; it is in ``others`` too.
+        loss_sizes: the values of symbolic sizes for which ``others`` count a loss outside of the
+            graphs, which grows with what the graph returns; None: they are right at any sizes.
     """
 
     budget_bytes: int | None = None
@@ -72,6 +75,7 @@ class Assignment:
     sizes: Sizes | None = None
     number: int = 0
     beside: SurroundingBytes = NO_SURROUNDINGS
+    loss_sizes: Sizes | None = None
 
     @property
     def is_provisional(self) -> bool:
@@ -261,11 +265,29 @@ class Planned:
         return replace(
             self,
             program=program,
+            assignment=self.with_loss_at(sizes, self.assignment),
             baseline_measured=details.baseline_measured,
             measured=details.measured,
             plan=plan,
             cost_ns=replay(program, plan)[1].cost_ns,
         )
+
+    def with_loss_at(self, sizes: Sizes, assignment: Assignment) -> Assignment:
+        """The assignment for other sizes: a loss grows as much as what the graph returns."""
+        if assignment.loss_sizes is None or assignment.loss_sizes == sizes:
+            return assignment
+        returned_bytes = self._returned_bytes_at(assignment.loss_sizes)
+        growth = self._returned_bytes_at(sizes) / returned_bytes if returned_bytes else 1.0
+        others = replace(
+            assignment.others,
+            between_bytes=math.ceil(growth * assignment.others.between_bytes),
+            gradient_bytes=math.ceil(growth * assignment.others.gradient_bytes),
+        )
+        return replace(assignment, others=others, loss_sizes=sizes)
+
+    def _returned_bytes_at(self, sizes: Sizes) -> int:
+        with at_sizes(sizes):
+            return _returned_bytes(self.details.captured.resized())
 
     def handing_on(self, handed_on: HandedOn) -> Planned:
         """What the same graph and plan hold, where the caller gives these up."""
@@ -326,7 +348,7 @@ class Planned:
     @property
     def returned_bytes(self) -> int:
         """Of the outputs that are computed, not handed through."""
-        return sum(self.program.storages[s].size_bytes for s in self.program.held_from_boundary)
+        return _returned_bytes(self.program)
 
     @property
     def own_peak_bytes(self) -> int:
@@ -355,8 +377,11 @@ class Planned:
 
 def around_bytes(program: Program) -> int:
     """Bytes of what is there before a step, and of what forward returns."""
-    results = sum(program.storages[s].size_bytes for s in program.held_from_boundary)
-    return program.constant_bytes + results
+    return program.constant_bytes + _returned_bytes(program)
+
+
+def _returned_bytes(program: Program) -> int:
+    return sum(program.storages[s].size_bytes for s in program.held_from_boundary)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ a training graph was compiled                ``UNRECORDED`` → ``OBSERVED``, or
 a graph without a backward was compiled      ``UNRECORDED`` → ``RECORDED``, for one step
 a call came that the plans do not foresee    ``UNRECORDED`` → ``PARTLY_OBSERVED``;
                                              ``RECORDED`` → ``OBSERVED``; at most four times
+a call is larger than all whose loss was     as an unforeseen call; ``UNRECORDED`` →
+seen                                         ``OBSERVED`` if it begins a step
 the caller holds what it seemed to give up   ``UNRECORDED`` → ``PARTLY_OBSERVED``;
                                              ``RECORDED`` → ``OBSERVED``, at most four times,
                                              those of unforeseen calls included
@@ -61,8 +63,8 @@ class Recording:
     Attributes:
         state: see the tables above.
         steps_left: steps that are still recorded, this one included; 0 in ``UNRECORDED`` alone.
-        unforeseen: how often a step was observed because of calls that were not foreseen, or of
-            what the caller held after all while steps were recorded.
+        unforeseen: how often a step was observed because of calls that were not foreseen or were
+            larger, or of what the caller held after all while steps were recorded.
     """
 
     def __init__(self) -> None:
@@ -105,10 +107,17 @@ class Recording:
 
     def unforeseen_call(self) -> None:
         """A call came that the plans of its graph do not foresee."""
+        self._look_again(from_here=self.is_on)
+
+    def larger_call(self, *, begins_step: bool) -> None:
+        """A call came at sizes for which the loss outside of the graphs is only estimated."""
+        self._look_again(from_here=self.is_on or begins_step)
+
+    def _look_again(self, *, from_here: bool) -> None:
         if self.is_observing or self.unforeseen >= _MAX_UNFORESEEN:
             return
         self.unforeseen += 1
-        self._observe(RecordingState.OBSERVED if self.is_on else RecordingState.PARTLY_OBSERVED)
+        self._observe(RecordingState.OBSERVED if from_here else RecordingState.PARTLY_OBSERVED)
 
     def outputs_are_held(self) -> None:
         """The caller holds what earlier steps gave up."""

@@ -50,6 +50,7 @@ from dtrcompile.outside.watching import running
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.graphs.capture import NOTHING_HANDED_ON
 from dtrcompile.passes.planning.planners import make_planner
+from dtrcompile.passes.program.sizes import Sizes
 from dtrcompile.passes.torch_private import (
     SkipFrame,
     TensorifyScalarRestartAnalysis,
@@ -183,6 +184,9 @@ class StepLedger(Protocol):
     def unforeseen_call(self, graph: SharedGraph) -> None:
         """The step takes a form that the graph was not planned for."""
 
+    def larger_call(self) -> None:
+        """The loss outside of a graph is estimated from smaller calls."""
+
     def collect_garbage(self) -> None:
         """A backward begins in a step that may be recorded."""
 
@@ -228,6 +232,8 @@ class SharedGraph:
         self.values: Values = symbols.hints()
         # The values of the symbols that the step was planned for.
         self.step_values = self.values
+        # Of each symbol, the largest value at which a loss outside of the graph was looked at.
+        self.loss_values = self.values
         self.step_peak = step_peak
         options = ledger.options
         self.family = Family(
@@ -332,9 +338,18 @@ class SharedGraph:
         outside_bytes = self.assignment.others.outside_bytes
         return None if budget_bytes is None else budget_bytes - outside_bytes
 
+    @property
+    def sizes(self) -> Sizes | None:
+        """Of the present call, or the last; None where all sizes are fixed."""
+        return self.symbols.sizes(self.values) if self.symbols else None
+
     def _compile_for(self, values: Values, number: int) -> Code:
         sizes = self.symbols.sizes(values)
-        return self.compile_with(replace(self.assignment, sizes=sizes, number=number))
+        assignment = replace(self.assignment, sizes=sizes, number=number)
+        known = self.code.what_is_known()
+        return self.compile_with(
+            assignment if known is None else known.with_loss_at(sizes, assignment)
+        )
 
     def _choose(self, values: Values) -> None:
         """Take the code that suits a call of these sizes; plan and compile it where there is none.
@@ -368,9 +383,17 @@ class SharedGraph:
         is_alone = others.outside_bytes <= assignment.beside.resident_bytes and not (
             others.between_bytes or others.gradient_bytes or assignment.is_provisional
         )
-        if is_alone or self.ledger.options.is_whole_peak:
+        # (A loss outside of the graph is estimated for any sizes.)
+        if is_alone or assignment.loss_sizes is not None or self.ledger.options.is_whole_peak:
             return False
         return any(v > w for v, w in zip(values, self.step_values, strict=True))
+
+    def _look_at_loss(self, values: Values) -> None:
+        """Have the loss outside of the graph looked at in a call that is larger than all before."""
+        largest = tuple(map(max, values, self.loss_values))
+        if largest != self.loss_values:
+            self.loss_values = largest
+            self.ledger.larger_call()
 
     def _chosen(self, values: Values) -> Code:
         beside = self.assignment.beside
@@ -479,6 +502,8 @@ class SharedGraph:
         if has_other_sizes and self._outgrows(values):
             self.values = values
             ledger.unforeseen_call(self)
+        if has_other_sizes and self.assignment.loss_sizes is not None:
+            self._look_at_loss(values)
         if (
             has_other_sizes
             or self.family.loss
@@ -537,18 +562,36 @@ class SharedGraph:
         Raises:
             InfeasibleBudgetError: if no plan fits; the old code then stays.
         """
-        assignment = replace(assignment, sizes=self.code.sizes)
-        if self.symbols:
-            assignment = replace(assignment, sizes=self.symbols.sizes(self.values))
-        self.use(self.compile_with(assignment))
+        sizes = self.sizes if self.symbols else self.code.sizes
+        self.use(self.compile_with(replace(assignment, sizes=sizes)))
 
     def keep(self, assignment: Assignment) -> None:
         """Go on with the code that is there, which is right for this assignment too."""
-        code = self.code
+        self.use(self._told(self.code, assignment))
+
+    def tell(self, assignment: Assignment) -> None:
+        """Go on with all plans that are there: the next call chooses among them for its sizes.
+
+        What the caller gives up is freed by plans that are made from here on.
+        """
+        for number, code in list(self.family.codes.items()):
+            handed_on = assignment.handed_on & code.assignment.handed_on
+            told = self._told(code, replace(assignment, handed_on=handed_on))
+            self.family.codes[number] = told
+            if code is self.code:
+                self.code = told
+        self.assignment = replace(assignment, names_minimum=True)
+        self.mark_outdated()
+
+    def _told(self, code: Code, assignment: Assignment) -> Code:
+        """The same code for another assignment, which may be of other sizes."""
+        known = code.what_is_known()
+        if known is not None and self.symbols:
+            own_sizes = code.sizes or self.symbols.sizes(self.symbols.hints())
+            assignment = known.with_loss_at(own_sizes, assignment)
         code.change_assignment(assignment)
         own = code.assignment
-        assignment = replace(assignment, sizes=own.sizes, number=own.number)
-        self.use(replace(code, assignment=assignment))
+        return replace(code, assignment=replace(assignment, sizes=own.sizes, number=own.number))
 
     def _code_suits(self) -> None:
         """The code that is there is what the next call runs."""

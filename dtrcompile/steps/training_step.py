@@ -193,6 +193,8 @@ class TrainingStep:
         Its caller may have given up what it returned, so that there is more room, or hold what it
         gave up before; or what runs between it and the loss takes the step past the budget.
         """
+        if self.is_of_any_size:
+            return self.is_worth_telling()
         if len(self.graphs) != 1 or self.graphs[0].symbols:
             return False
         planned, seen = planned_of(self.graphs[0]), self.planned(0)
@@ -209,6 +211,38 @@ class TrainingStep:
         is_much = gained_bytes >= _WORTHWHILE * planned.chosen.peak_bytes
         return is_at_loss or is_much or self.holds_more()
 
+    @property
+    def is_of_any_size(self) -> bool:
+        """Whether it is one call of a graph that chooses a plan for the sizes of each call."""
+        (graph, *others), told = self.graphs, planned_of(self.graphs[0]).assignment
+        return (
+            not others
+            and bool(graph.symbols)
+            and all(len(form.sequence) == 1 for form in self.forms)
+            and not (told.is_provisional or told.is_refused)
+        )
+
+    def is_worth_telling(self) -> bool:
+        """Whether what was seen beside a graph of any size differs from what it was told."""
+        (graph,) = self.graphs
+        planned, seen = planned_of(graph), self.planned(0)
+        told, found = planned.assignment.others, self.others_of_any_size()
+        own_bytes, peak_bytes = graph.own_bytes(planned), planned.chosen.peak_bytes
+        differences = (
+            found.between_bytes - told.between_bytes,
+            found.gradient_bytes - told.gradient_bytes,
+            seen.chosen.peak_bytes - peak_bytes,
+        )
+        return (own_bytes is not None and seen.chosen.peak_with(found) > own_bytes) or any(
+            abs(d) >= _WORTHWHILE * peak_bytes for d in differences
+        )
+
+    def others_of_any_size(self) -> OtherGraphs:
+        """What was seen beside a graph of any size.  Each call sees for itself what is outside."""
+        found = self.others(self.held(), 0)
+        outside_bytes = self.graphs[0].assignment.others.outside_bytes
+        return replace(found, outside_bytes=outside_bytes)
+
     def holds_more(self) -> bool:
         """Whether the caller holds what the plan of the only graph takes to be given up."""
         planned, seen = planned_of(self.graphs[0]), self.planned(0)
@@ -224,9 +258,16 @@ class TrainingStep:
     def compile(self) -> None:
         """Plan the graphs together, and compile them again where that changes anything.
 
+        A graph of any size is only told what was seen: its calls choose among its plans.
+
         Raises:
             InfeasibleBudgetError: if the step does not fit.
         """
+        if self.is_of_any_size:
+            (graph,) = self.graphs
+            assignment = self.assignment(None, self.others_of_any_size(), 0)
+            graph.tell(replace(assignment, beside=graph.assignment.beside))
+            return
         budget_bytes = self.budget_bytes()
         if budget_bytes is not None:
             self.beside.check(budget_bytes, max(form.around_bytes for form in self.forms))
@@ -281,6 +322,8 @@ class TrainingStep:
         calls = [c for c in self.calls if c.graph is self.graphs[i]]
         holders = max((c.holders for c in calls), default=())
         handed_on = self.handed_on[i]
+        graph = self.graphs[i]
+        is_whole = max(len(form.sequence) for form in self.forms) == 1
         return Assignment(
             budget_bytes,
             others,
@@ -288,6 +331,7 @@ class TrainingStep:
             handed_on=handed_on,
             holders=holders,
             beside=self.beside,
+            loss_sizes=graph.sizes if is_whole and self.loss_bytes else None,
         )
 
     @property

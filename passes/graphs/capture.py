@@ -131,10 +131,9 @@ class Captured:
     def handing_on(self, handed_on: HandedOn) -> Captured:
         """The same, where the caller holds none of these outputs and tangents in backward.
 
-        What backward returns again counts until the end, and so does all in graphs of symbolic
-        sizes.
+        What backward returns again counts until the end.
         """
-        if self.backward is None or self.symbols or handed_on == self.handed_on:
+        if self.backward is None or handed_on == self.handed_on:
             return self
         program = self.program
         held = set(self._owners(output_arguments(self.backward)))

@@ -57,7 +57,13 @@ class Loop:
     """
 
     def __init__(
-        self, loss: Callable[[Tensor], Tensor], budget: object | None, *, holds: bool = True
+        self,
+        loss: Callable[[Tensor], Tensor],
+        budget: object | None,
+        *,
+        holds: bool = True,
+        compiler: str = "eager",
+        dynamic: bool | None = None,
     ) -> None:
         torch._dynamo.reset()
         dtrcompile.clear_reports()
@@ -65,10 +71,19 @@ class Loop:
         self.model, self.x = Net(), torch.randn(ROWS, WIDTH)
         self.loss, self.holds = loss, holds
         self.called = (
-            torch.compile(self.model, backend="aot_eager")
+            torch.compile(
+                self.model,
+                backend="aot_eager" if compiler == "eager" else compiler,
+                dynamic=dynamic,
+            )
             if budget is None
-            else compile_dtr(self.model, budget)
+            else compile_dtr(self.model, budget, compiler=compiler, dynamic=dynamic)
         )
+
+    def step_bytes_at(self, rows: int) -> int:
+        """What a step of another batch holds at most."""
+        self.x = torch.randn(rows, WIDTH)
+        return self.step_bytes()
 
     def step_bytes(self) -> int:
         """What a step holds at most."""
@@ -97,6 +112,60 @@ def test_every_step_is_within_the_budget(name: str, holds: bool) -> None:
     assert steps[-1] <= report.step_peak_bytes + SMALL_BYTES
     assert report.step_peak_bytes <= steps[-1] + 0.3 * TARGETS.nbytes
     assert report.recomputed_runs > 0
+
+
+# Of a batch of any size.
+LOSSES_OF_BATCHES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross-entropy": lambda y: F.cross_entropy(y, LABELS[: len(y)]),
+    "squared error": lambda y: F.mse_loss(y, TARGETS[: len(y)]),
+}
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize(
+    ("name", "compiler"),
+    [
+        ("cross-entropy", "eager"),
+        ("squared error", "eager"),
+        pytest.param("squared error", "inductor", marks=pytest.mark.inductor),
+    ],
+)
+def test_every_batch_of_any_size_is_within_the_budget(
+    name: str, compiler: str, holds: bool
+) -> None:
+    """The loss of a larger batch than those before is estimated before it runs."""
+    loss = LOSSES_OF_BATCHES[name]
+    plain = Loop(loss, None, holds=holds, compiler=compiler, dynamic=True)
+    plain.step_bytes()
+    budget = int(0.8 * plain.step_bytes())
+    loop = Loop(loss, budget, holds=holds, compiler=compiler, dynamic=True)
+    steps = [loop.step_bytes_at(rows) for rows in (200, ROWS, 100, ROWS, 230, ROWS)]
+    assert max(steps) <= budget + SMALL_BYTES
+    # What is set aside for the loss before it is known does not count later.
+    assert steps[1] == steps[3] == steps[5] >= 0.75 * budget
+    assert any(graph.recomputed_runs for graph in dtrcompile.reports())
+
+
+def of_all_pairs(y: Tensor) -> Tensor:
+    """Grows with the square of the batch."""
+    similarities = F.normalize(y) @ F.normalize(y).T
+    return F.cross_entropy(similarities, LABELS[: len(y)])
+
+
+def test_only_the_size_whose_loss_has_no_room_is_refused() -> None:
+    plain = Loop(of_all_pairs, None, dynamic=True)
+    plain.step_bytes()
+    budget = int(0.7 * plain.step_bytes())
+    loop = Loop(of_all_pairs, budget, dynamic=True)
+    small = [loop.step_bytes_at(rows) for rows in (50, 100)]
+    for _ in range(2):
+        with pytest.raises(InfeasibleBudgetError, match="smaller sizes still run") as refusal:
+            loop.step_bytes_at(ROWS)
+        named_bytes = refusal.value.minimum_bytes
+        assert named_bytes is not None and named_bytes > budget
+        small.append(loop.step_bytes_at(100))
+    assert small[1] == small[2] == small[3]
+    assert max(small) <= budget
 
 
 def test_the_first_report_says_what_is_set_aside() -> None:

@@ -29,6 +29,14 @@ def train_beside_others(recording: Recording) -> None:
     recording.training_graph_compiled(others_wait=True)
 
 
+def begin_larger_step(recording: Recording) -> None:
+    recording.larger_call(begins_step=True)
+
+
+def go_on_with_larger_call(recording: Recording) -> None:
+    recording.larger_call(begins_step=False)
+
+
 @pytest.mark.parametrize(
     ("event", "after"),
     [
@@ -36,6 +44,8 @@ def train_beside_others(recording: Recording) -> None:
         (train_beside_others, (PARTLY_OBSERVED, OBSERVED, PARTLY_OBSERVED, OBSERVED)),
         (Recording.inference_graph_compiled, (RECORDED, RECORDED, PARTLY_OBSERVED, OBSERVED)),
         (Recording.unforeseen_call, (PARTLY_OBSERVED, OBSERVED, PARTLY_OBSERVED, OBSERVED)),
+        (begin_larger_step, (OBSERVED, OBSERVED, PARTLY_OBSERVED, OBSERVED)),
+        (go_on_with_larger_call, (PARTLY_OBSERVED, OBSERVED, PARTLY_OBSERVED, OBSERVED)),
         (Recording.outputs_are_held, (PARTLY_OBSERVED, OBSERVED, PARTLY_OBSERVED, OBSERVED)),
         (Recording.step_is_over, (UNRECORDED, UNRECORDED, OBSERVED, RECORDED)),
         (Recording.reset, (UNRECORDED,) * 4),
