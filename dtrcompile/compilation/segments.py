@@ -55,9 +55,10 @@ def reserved_by(
 def fitted_in_segments(session: Session, fit: Callable[[], Outcome]) -> Outcome:
     """What is planned for the session's budget; for ``"auto"``, such that its segments fit too.
 
-    If they do not, less is made available, by as much as they are too large or a little more, and
-    the step is planned again.  Where that leads to no plan, the one that takes the least is
-    returned: the allocator gives segments back where it finds no room, which is not followed here.
+    If they do not, less is made available than the plan holds, by as much as the segments are too
+    large or a little more, and the step is planned again.  Where that leads to no plan, the one
+    that takes the least is returned: the allocator gives segments back where it finds no room,
+    which is not followed here.
 
     Args:
         fit: plans for what the session says is available.
@@ -65,7 +66,7 @@ def fitted_in_segments(session: Session, fit: Callable[[], Outcome]) -> Outcome:
     Raises:
         InfeasibleBudgetError: if there is no plan to begin with.
     """
-    best = fit()
+    best = outcome = fit()
     given_bytes = session.available_bytes
     if (
         session.options.budget.kind is not BudgetKind.AUTO
@@ -83,7 +84,9 @@ def fitted_in_segments(session: Session, fit: Callable[[], Outcome]) -> Outcome:
         log.debug(
             "segments of %s do not fit into %s", *map(format_bytes, (taken_bytes, room_bytes))
         )
-        available_bytes -= max(taken_bytes - room_bytes, room_bytes // _LEAST_STEP_DIVISOR)
+        available_bytes -= max(
+            taken_bytes - room_bytes, room_bytes // _LEAST_STEP_DIVISOR, _unused_bytes(outcome) + 1
+        )
         session.available_bytes = available_bytes
         try:
             outcome = fit()
@@ -95,3 +98,10 @@ def fitted_in_segments(session: Session, fit: Callable[[], Outcome]) -> Outcome:
             taken_bytes = outcome_bytes
     session.available_bytes = given_bytes
     return best
+
+
+def _unused_bytes(outcome: Outcome) -> int:
+    """Of the budget.  The same plan is found for all budgets that it fits in."""
+    assert outcome.budget_bytes is not None
+    held_bytes = outcome.others.outside_bytes + outcome.measured.peak_with(outcome.others)
+    return outcome.budget_bytes - held_bytes

@@ -214,13 +214,11 @@ class TrainingStep:
     @property
     def is_of_any_size(self) -> bool:
         """Whether it is one call of a graph that chooses a plan for the sizes of each call."""
-        (graph, *others), told = self.graphs, planned_of(self.graphs[0]).assignment
-        return (
-            not others
-            and bool(graph.symbols)
-            and all(len(form.sequence) == 1 for form in self.forms)
-            and not (told.is_provisional or told.is_refused)
-        )
+        if len(self.graphs) != 1 or not self.graphs[0].symbols:
+            return False
+        told = planned_of(self.graphs[0]).assignment
+        is_called_once = all(len(form.sequence) == 1 for form in self.forms)
+        return is_called_once and not (told.is_provisional or told.is_refused)
 
     def is_worth_telling(self) -> bool:
         """Whether what was seen beside a graph of any size differs from what it was told."""

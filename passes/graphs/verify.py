@@ -297,13 +297,13 @@ class _Memory:
     def _allocate(self, node: fx.Node) -> None:
         """A call that owns a storage of the program, unless it is computed inside of a kernel."""
         candidates = self.storages.of(node)
-        if not self.always.isdisjoint(candidates):
-            return  # the caller holds it: a duplicate of a multi-output operator
         if self.missing.isdisjoint(candidates):
             index = self._next_event()
             wanted = set() if self.missing or index is None else self._allocated_by(index)
             if wanted.isdisjoint(candidates):
-                if self.storages.may_be_unowned(node):
+                # Where the caller holds it, it is a duplicate of a multi-output operator.
+                is_held = not self.always.isdisjoint(candidates)
+                if is_held or self.storages.may_be_unowned(node):
                     return
                 name = self.program.storages[min(candidates)].name
                 raise VerificationError(

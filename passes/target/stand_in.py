@@ -51,6 +51,7 @@ def standing_in(target: Target) -> Iterator[None]:
         return properties
 
     interface = _interface(target, get_properties)
+    generator = _Generator()
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (torch.cuda, "is_available", lambda: True),
         # Else Dynamo asks a build for CUDA for the current stream, which no driver gives.
@@ -70,7 +71,9 @@ def standing_in(target: Target) -> Iterator[None]:
         (torch.cuda, "get_device_properties", get_properties),
         (torch.cuda, "get_device_capability", lambda _device=None: target.capability),
         (torch.cuda, "get_device_name", lambda _device=None: target.name),
-        (torch.cuda, "default_generators", (_Generator(),)),
+        (torch.cuda, "default_generators", (generator,)),
+        # (From PyTorch 2.15 on.)
+        (torch._C, "_accelerator_getDefaultGenerator", lambda _device=0: generator),
         (torch.cuda, "get_rng_state", lambda _device="cuda": torch.zeros(16, dtype=torch.uint8)),
         (torch.cuda, "set_rng_state", lambda _state, _device="cuda": None),
         (torch.version, "cuda", None if target.is_rocm else torch.version.cuda or _CUDA_VERSION),

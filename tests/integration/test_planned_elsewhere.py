@@ -234,7 +234,8 @@ def test_what_is_free_has_room_for_whole_segments(monkeypatch: pytest.MonkeyPatc
     )
     whole = plan(budget="100%")
     assert whole.reserved_bytes is not None
-    assert whole.reserved_bytes > 1.1 * whole.peak_bytes
+    # (The peak counts cuBLAS's workspace from PyTorch 2.15 on, in a segment of its own.)
+    assert whole.reserved_bytes > (1.1 if keeps_workspaces() else 1.02) * whole.peak_bytes
     # Less than the segments of the step as it is, and more than what it holds.
     free_bytes = (whole.peak_bytes + whole.reserved_bytes) // 2
     target = replace(TARGETS["T4"], memory_bytes=free_bytes + CONTEXT_BYTES)

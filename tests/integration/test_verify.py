@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from dtrcompile.passes.program.plan import Plan
 from dtrcompile.passes.program.replay import replay
 from dtrcompile.passes.program.tighten import tighten
 from workloads.captured import captured_of
+from workloads.training import compile_dtr
 
 
 class Layers(nn.Module):
@@ -213,3 +215,30 @@ def test_a_graph_that_was_tampered_with_is_refused(
     tamper(emitted)
     with pytest.raises(VerificationError, match=REFUSALS[tamper]):
         verify_emitted(captured, plan, timeline, emitted)
+
+
+class _Zeros(torch.autograd.Function):
+    """Its result and its gradients have one value, and are three storages."""
+
+    @staticmethod
+    def forward(_ctx: Any, *_inputs: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(8)
+
+    @staticmethod
+    def backward(_ctx: Any, _gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return torch.zeros(8), torch.zeros(8)
+
+
+# (Dynamo does so in some releases.)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_gradient_may_be_equal_to_an_output_that_the_caller_holds() -> None:
+    inputs = [torch.rand(8, requires_grad=True) for _ in range(2)]
+
+    def step(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        long = torch.sin(given[0].repeat(100))
+        return _Zeros.apply(*given), long.exp().sin().exp().mean()
+
+    wanted = torch.autograd.grad(sum(r.sum() for r in step(*inputs)), inputs)
+    compiled = compile_dtr(step, "min")
+    found = torch.autograd.grad(sum(r.sum() for r in compiled(*inputs)), inputs)
+    torch.testing.assert_close(found, wanted)
