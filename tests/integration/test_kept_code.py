@@ -130,7 +130,9 @@ def test_the_first_process_may_still_ask_what_its_graphs_hold(tmp_path: Path) ->
     first, second = (seen_by_a_process(tmp_path, "min", *AT_THE_MINIMUM) for _ in range(2))
     assert not [name for name, seen in first.items() if seen["refused"]]
     assert is_same(first, second)
-    assert [seen["loads"] for seen in second.values()] == [1, 1]
+    # (One plan each up to PyTorch 2.14; the first bag of 2.15 is planned again.)
+    assert all(seen["loads"] == seen["hits"] >= 1 for seen in second.values())
+    assert not any(seen["misses"] for seen in second.values())
 
 
 @pytest.mark.inductor
