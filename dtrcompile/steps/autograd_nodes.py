@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtrcompile.passes.torch_private import storage_use_count, tensor_use_count
@@ -80,6 +81,17 @@ def backward_node(result: Any) -> Any:
             setattr(node, _IS_KNOWN, True)
             return node
     return None
+
+
+def held_edges(result: Any) -> list[GradientEdge]:
+    """What keeps the nodes of these outputs alive when the outputs are gone.
+
+    Up to PyTorch 2.11, holding the Python object of a compiled function's node does not.
+    """
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    return [
+        get_gradient_edge(o) for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad
+    ]
 
 
 def _unknown_compiled(first: Any) -> Any:

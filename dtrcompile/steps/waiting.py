@@ -28,6 +28,7 @@ from dtrcompile.passes.torch_private import FakeTensor, keeps_graph, storage_use
 from dtrcompile.steps.autograd_nodes import (
     PYTHONS_HOLD,
     backward_node,
+    held_edges,
     holders_of,
     saved_tensors,
     storages_of,
@@ -202,8 +203,8 @@ class Waiting:
             if identity in given_up or storage_use_count(storage._cdata) <= _NOBODY_ELSE:
                 storage.resize_(0)
 
-    def compute_again(self) -> Any:
-        """The node of another call with the same arguments.
+    def compute_again(self) -> tuple[Any, object]:
+        """The node of another call with the same arguments, and what keeps it alive.
 
         Raises:
             ChangedInputError: if one of them was written into since.
@@ -217,7 +218,8 @@ class Waiting:
         function = self._code if graph is None else graph.code.function
         assert function is not None
         with torch.enable_grad(), arguments.drawing_again():
-            return backward_node(function(*arguments.fresh()))
+            result = function(*arguments.fresh())
+            return backward_node(result), held_edges(result)
 
 
 def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
@@ -235,7 +237,7 @@ def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
     if graph is not None:
         graph.before_backward(waiting)
     if waiting.is_released:
-        node = waiting.compute_again()
+        node, _edges = waiting.compute_again()
     result = getattr(type(node), name)(node, *gradients)
     if call is not None:
         call.held_tangent_bytes = sum(n for storage, n in tangents if not storage.expired())
