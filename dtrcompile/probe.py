@@ -7,6 +7,7 @@ report changes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -149,7 +150,7 @@ def _told(error: Exception) -> str:
     hints = [line for line in lines[1:] if line.startswith("Hint:")]
     raised = [part for line in lines if (part := line.partition(_RAISED)[2])]
     if raised:  # by the model itself
-        return f"it raises {raised[0]}"
+        return "it raises " + _VARIABLE.sub(r"\1", raised[0])
     # Of an error in what compiles the graph, the first line says no more than that.
     n_first = 2 if lines and lines[0].endswith("raised:") else 1
     return " ".join([*lines[:n_first], *hints]) or type(error).__name__
@@ -157,3 +158,5 @@ def _told(error: Exception) -> str:
 
 # How Dynamo names an exception that nobody handles in what it traces.
 _RAISED = "Developer debug context: raised exception "
+# What it was given, up to PyTorch 2.11.
+_VARIABLE = re.compile(r"\[ConstantVariable\(\w+: (.*?)\)\]")

@@ -356,7 +356,8 @@ def test_a_refusal_names_the_users_modules_and_lines() -> None:
     assert all(name in error.places for name in (error.operator, *dict(error.largest)))
     text = str(error)
     for name, _ in error.largest:
-        assert f"{name!r} ({error.places[name]})" in text
+        place = error.places[name]  # (the tangents of PyTorch before 2.13 have none)
+        assert (f"{name!r} ({place})" if place else f"{name!r}") in text
     assert re.fullmatch(r"[0-7]", error.places[error.operator])
     names = {f"{i}.{name}" for i in (0, 2, 4, 6) for name in ("weight", "bias")}
     assert names <= set(error.places.values())

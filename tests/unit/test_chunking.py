@@ -20,6 +20,7 @@ from dtrcompile.passes.chunking.rows import Rows
 from dtrcompile.passes.nodes import packet
 from dtrcompile.passes.torch_private import select_decomp_table
 from tests.unit.padded_products import pad_products
+from workloads.training import RELEASE
 
 ROWS, WIDTH, WORDS = 37, 8, 160
 
@@ -357,6 +358,7 @@ def test_operators_on_images_in_chunks(operator: Callable[[Tensor, Tensor], Tens
     assert largest_bytes(other) < largest_bytes(gm)
 
 
+@pytest.mark.skipif(RELEASE < (2, 12), reason="the gradient of max pooling is one operator")
 def test_max_pooling_in_chunks() -> None:
     """Its gradient is scattered into one value of all samples and channels, which stays whole."""
 
