@@ -41,6 +41,13 @@ from dtrcompile.passes.program.sizes import Measurable, Sizes, Term, at_sizes
 from dtrcompile.passes.torch_private import FakeTensorMode
 
 _WRAPPER_FILE = "<inductor wrapper>"
+# What wrappers check of their tensors, in C++, which has no symbols for sizes.
+_CHECKS = (
+    "assert_size_stride",
+    "assert_size_stride_grouped",
+    "assert_alignment",
+    "assert_tensor_metadata",  # from PyTorch 2.14 on
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +444,7 @@ def run_wrapper(
             for device in ("cuda", "xpu", "mtia"):
                 namespace[f"empty_strided_{device}"] = empty(device)
             namespace["reinterpret_tensor"] = reinterpret
-            for name in ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment"):
+            for name in _CHECKS:
                 namespace[name] = _Kernel()
             # Inputs are taken to be aligned: what PyTorch allocates is.
             namespace["copy_if_misaligned"] = lambda tensor: tensor
