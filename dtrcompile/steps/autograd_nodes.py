@@ -86,7 +86,7 @@ def backward_node(result: Any) -> Any:
 def held_edges(result: Any) -> list[GradientEdge]:
     """What keeps the nodes of these outputs alive when the outputs are gone.
 
-    Up to PyTorch 2.11, holding the Python object of a compiled function's node does not.
+    Up to PyTorch 2.12, holding the Python object of a compiled function's node does not.
     """
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     return [

@@ -32,6 +32,7 @@ from dtrcompile.steps.calls import Call
 from tests.integration.scenarios import layers
 from workloads import several_graphs
 from workloads.training import (
+    RELEASE,
     compile_dtr,
     executor_checked,
     gradients_of,
@@ -45,6 +46,10 @@ WIDTH, BATCH, BLOCKS = 48, 512, 8
 WIDE = 128  # two buckets of gradients
 SAME = 1e-5
 FOUR_MIB = 4 * 2**20
+
+gives_tangents_away = pytest.mark.skipif(
+    RELEASE < (2, 13), reason="autograd holds the gradients that a backward is given until its end"
+)
 
 
 class Block(several_graphs.Block):
@@ -305,7 +310,9 @@ def test_a_cell_is_promised_all_slices_of_its_sequence_and_the_state_that_is_hel
     """Its calls are given views of one storage, of which only the last one's counted; and the last
     state stays with the caller, though the loss takes it."""
     observed, promised = cell_step_bytes(nn.GRUCell(32, 32), 2, "min", "inductor")
-    assert observed <= promised <= 1.02 * observed
+    # (Before PyTorch 2.13, autograd holds the gradient of the loss, a float, as well.)
+    held_bytes = 0 if RELEASE >= (2, 13) else 4
+    assert observed - held_bytes <= promised <= 1.02 * observed
 
 
 @pytest.mark.slow
@@ -606,6 +613,7 @@ def test_a_gan_keeps_its_budget_from_the_first_step() -> None:
     assert relative_error(found, expected) <= SAME
 
 
+@gives_tangents_away
 @pytest.mark.inductor
 @pytest.mark.slow
 def test_a_language_model_of_transformers_keeps_its_budget_and_uses_it() -> None:
@@ -671,7 +679,10 @@ def gpt2() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "budget",
-    [*(pytest.param(share, marks=pytest.mark.sweep) for share in (0.6, 0.5)), "52%"],
+    [
+        *(pytest.param(share, marks=pytest.mark.sweep) for share in (0.6, 0.5)),
+        pytest.param("52%", marks=gives_tangents_away),
+    ],
     ids=["60 %", "50 %", "52%"],
 )
 def test_gpt2_of_transformers_holds_what_is_promised(
@@ -1082,7 +1093,7 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
     assert any(released)
 
 
-@pytest.mark.parametrize("budget", ["min", 2_000_000])
+@pytest.mark.parametrize("budget", ["min", pytest.param(2_000_000, marks=gives_tangents_away)])
 def test_the_report_holds_a_result_that_is_held_after_all(budget: object) -> None:
     """A step later, its peak is no more than that of a step that always held the result."""
     _train_scores(budget, is_held=True)
