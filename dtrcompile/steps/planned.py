@@ -287,7 +287,8 @@ class Planned:
 
     def _returned_bytes_at(self, sizes: Sizes) -> int:
         with at_sizes(sizes):
-            return _returned_bytes(self.details.captured.resized())
+            storage_bytes = self.details.captured.storage_bytes()
+        return sum(storage_bytes[s] for s in self.program.held_from_boundary)
 
     def handing_on(self, handed_on: HandedOn) -> Planned:
         """What the same graph and plan hold, where the caller gives these up."""
