@@ -447,7 +447,8 @@ def run_wrapper(
             for name in _CHECKS:
                 namespace[name] = _Kernel()
             # Inputs are taken to be aligned: what PyTorch allocates is.
-            namespace["copy_if_misaligned"] = lambda tensor: tensor
+            for name in ("copy_if_misaligned", "copy_misaligned"):
+                namespace[name] = lambda tensor: tensor
             namespace["extern_kernels"] = _ExternKernels(counting)
             # What the mode remembers of a call is its result's form without its storage's size.
             with mock.patch.object(mode, "cache_enabled", False), mode, counting:
