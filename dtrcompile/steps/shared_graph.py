@@ -380,11 +380,14 @@ class SharedGraph:
         """Whether the step that the graph was planned for has to be planned anew, because other
         graphs of it hold more at these sizes too."""
         assignment, others = self.assignment, self.assignment.others
-        is_alone = others.outside_bytes <= assignment.beside.resident_bytes and not (
-            others.between_bytes or others.gradient_bytes or assignment.is_provisional
-        )
         # (A loss outside of the graph is estimated for any sizes.)
-        if is_alone or assignment.loss_sizes is not None or self.ledger.options.is_whole_peak:
+        others_follow = assignment.loss_sizes is None and (
+            others.between_bytes or others.gradient_bytes
+        )
+        is_alone = others.outside_bytes <= assignment.beside.resident_bytes and not (
+            others_follow or assignment.is_provisional
+        )
+        if is_alone or self.ledger.options.is_whole_peak:
             return False
         return any(v > w for v, w in zip(values, self.step_values, strict=True))
 

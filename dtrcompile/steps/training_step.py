@@ -185,7 +185,7 @@ class TrainingStep:
         was_guessed = any(
             a.more_follow or a.is_share_of_unknown or a.handed_on.outputs is None for a in told
         )
-        return not was_guessed and all(len(form.sequence) < 2 for form in self.forms)
+        return not was_guessed and self.most_calls < 2
 
     def is_worth_planning_again(self) -> bool:
         """Whether a graph that is the whole step had better be planned for what was seen.
@@ -217,8 +217,7 @@ class TrainingStep:
         if len(self.graphs) != 1 or not self.graphs[0].symbols:
             return False
         told = planned_of(self.graphs[0]).assignment
-        is_called_once = all(len(form.sequence) == 1 for form in self.forms)
-        return is_called_once and not (told.is_provisional or told.is_refused)
+        return self.most_calls == 1 and not (told.is_provisional or told.is_refused)
 
     def is_worth_telling(self) -> bool:
         """Whether what was seen beside a graph of any size differs from what it was told."""
@@ -288,6 +287,11 @@ class TrainingStep:
     def peak(self, held: Sequence[GraphBytes]) -> int:
         return max(form.peak(held) for form in self.forms)
 
+    @property
+    def most_calls(self) -> int:
+        """Of planned graphs in a step, in the form that has the most."""
+        return max(len(form.sequence) for form in self.forms)
+
     def calls_of(self, i: int) -> int:
         """How often graph ``i`` runs in a step."""
         return max(form.sequence.count(i) for form in self.forms)
@@ -317,11 +321,9 @@ class TrainingStep:
 
     def assignment(self, budget_bytes: int | None, others: OtherGraphs, i: int) -> Assignment:
         """What graph ``i`` is told."""
-        calls = [c for c in self.calls if c.graph is self.graphs[i]]
-        holders = max((c.holders for c in calls), default=())
-        handed_on = self.handed_on[i]
-        graph = self.graphs[i]
-        is_whole = max(len(form.sequence) for form in self.forms) == 1
+        graph, handed_on = self.graphs[i], self.handed_on[i]
+        holders = max((c.holders for c in self.calls if c.graph is graph), default=())
+        is_whole = self.most_calls == 1
         return Assignment(
             budget_bytes,
             others,
@@ -339,7 +341,7 @@ class TrainingStep:
 
     def note(self, others: OtherGraphs) -> str:
         """For the report."""
-        graphs = max(len(form.sequence) for form in self.forms)
+        graphs = self.most_calls
         if graphs == 1:
             return ""
         return (
@@ -565,7 +567,7 @@ class TrainingStep:
         peak = self.peak(held)
         log.info(
             "a step of %d graphs: promised %s of %s",
-            max(len(form.sequence) for form in self.forms),
+            self.most_calls,
             format_bytes(peak),
             format_bytes(budget_bytes),
         )
