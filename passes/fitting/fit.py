@@ -918,21 +918,26 @@ class _Fit:
         extra_ns = candidate.stats.cost_ns - replay(self.program, without)[1].cost_ns
         return extra_ns <= SPEED_WORKSPACE_COST_SHARE * self.program.cost_ns
 
-    def search(self, search: BudgetSearch, known: Mapping[int, int]) -> list[Candidate]:
+    def search(
+        self, search: BudgetSearch, known: Mapping[int, int], least_bytes: int | None = None
+    ) -> list[Candidate]:
         """The plans that were measured for a budget, whether they are within it or not.
 
         Args:
             known: residuals of operators.
+            least_bytes: only what may hold less than this is looked for.
         """
         found: list[Candidate] = []
         attempts: list[Attempt] = []
         learned_from: set[Plan] = set()
-        known = dict(known)
+        learned, known = known, dict(known)
         while (target := next_target(search, attempts)) is not None:
             plan = self.plan_for(target, known)
             if plan is None and known != self.workspaces:
                 known = dict(self.workspaces)  # what was learned of a plan need not hold in another
                 plan = self.plan_for(target, known)
+                if plan is not None and self.is_surely_larger(plan, learned, least_bytes):
+                    plan = None
             if plan is None:
                 attempts.append(NoPlan(target))
                 continue
@@ -953,6 +958,18 @@ class _Fit:
                 planned_bytes = self.planned_peak(plan, known)
                 attempts.append(Confirmed(target, self.peak(candidate), planned_bytes))
         return found
+
+    def is_surely_larger(
+        self, plan: Plan, learned: Mapping[int, int], least_bytes: int | None
+    ) -> bool:
+        """Whether what was learned of other plans leaves no hope that a plan holds less.
+
+        A plan's schedule may hold less than what was learned says, but hardly by more than
+        schedules differ from what is planned.
+        """
+        if least_bytes is None:
+            return False
+        return self.planned_peak(plan, learned) > least_bytes * AGREEMENT_PERCENT // 100
 
     def smallest(self) -> Candidate:
         """The smallest measured peak among plans at and a little above the planner's minimum.
@@ -982,7 +999,7 @@ class _Fit:
             if any(map(self.is_floor, tried)) or not self.may_go_on():
                 break
             left = smaller_plans_left(attempts)
-            found = self.search(BudgetSearch(target, target, least, left), known)
+            found = self.search(BudgetSearch(target, target, least, left), known, least)
             has_fitted = self.cheapest_of(found, target) is not None
             attempts.append(SmallerAttempt(target, least, len(found), has_fitted))
             tried += found

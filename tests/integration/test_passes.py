@@ -49,6 +49,7 @@ from dtrcompile.passes.program.tighten import tighten
 from dtrcompile.passes.torch_private import AllocateLine, FakeTensorMode
 from tests.integration.scenarios import WIDTH, Block
 from workloads.captured import captured_of
+from workloads.models import Bottleneck
 from workloads.training import RELEASE
 
 
@@ -682,6 +683,57 @@ def test_what_the_schedule_holds_at_an_operator_is_learned(
     assert outcome.measured.peak_bytes <= budget_bytes
     # The plan alone would hold less where the operator is none of the peak's.
     assert outcome.measured.peak_bytes >= outcome.chosen.stats.peak_bytes
+
+
+class MeanSquare(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.model(x)
+        return y.square().mean()
+
+
+class ExtraAtMany(RefereeModel):
+    """A compiler whose kernels for some operators hold more than they have to, in any plan."""
+
+    def __init__(self, extra_bytes: dict[int, int]) -> None:
+        self.extra_bytes = extra_bytes
+        self.peaks: list[int] = []
+
+    def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
+        if emitted is None:
+            return super().measure(captured, emitted, stats)
+        known = with_residuals(captured.program, self.extra_bytes)
+        timeline, stats = replay(known, replace(self.plan, program=known.fingerprint))
+        self.peaks.append(stats.peak_bytes)
+        measured = super().measure(captured, emitted, stats)
+        return replace(measured, step_bytes=dict(enumerate(timeline.during_bytes)))
+
+    plan: Plan
+
+
+def test_what_is_known_to_hold_more_than_the_smallest_is_not_lowered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks = nn.Sequential(*(Bottleneck(32, 8, 1) for _ in range(4)))
+    captured = captured_of(MeanSquare(blocks), torch.randn(2, 32, 8, 8))
+    between_blocks_bytes = 2 * 32 * 8 * 8 * 4
+    operators = captured.program.operators[::3]
+    model = ExtraAtMany({operator.id: 2 * between_blocks_bytes for operator in operators})
+
+    def emit_and_tell(captured: Captured, plan: Plan) -> Emitted:
+        model.plan = plan
+        return emit(captured, plan)
+
+    monkeypatch.setattr(fit_module, "emit", emit_and_tell)
+    outcome = fit(captured, make_planner("auto"), lambda _: Limits(None), model)
+    first, *others = model.peaks
+    # The first plan knows nothing of what the kernels hold; there are smaller ones.
+    assert outcome.measured.peak_bytes == min(others) < first
+    for n, peak_bytes in enumerate(others[1:], 1):
+        assert peak_bytes <= 1.02 * min(others[:n])
 
 
 class WritesOver(RefereeModel):
