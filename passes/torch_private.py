@@ -74,7 +74,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 # --- the eager executor -------------------------------------------------------------------------
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_views
 
-# --- measuring costs --------------------------------------------------------------------------
+# --- measuring costs, and watching a step ---------------------------------------------------------
+from torch._C._profiler import _EventType as EventType
 from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
 from torch.autograd import ProfilerConfig, ProfilerState
 from torch.autograd import _disable_profiler_legacy as disable_profiler

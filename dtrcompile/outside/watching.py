@@ -24,13 +24,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dtrcompile.outside.uncompiled import is_users_code, told
 from dtrcompile.passes.errors import DTRError, format_bytes
 from dtrcompile.passes.graphs.storage_sizes import viewed_storages
-from dtrcompile.passes.torch_private import FakeTensor
+from dtrcompile.passes.torch_private import EventType, FakeTensor
 from dtrcompile.report import compilations
 
 _REGION = "dtrcompile graph "
 _BACKWARD = "CompiledFunctionBackward"
 # Regions that hold operators, and are none.
 _NO_OPERATORS = ("autograd::engine::", "Torch-Compiled Region", "ProfilerStep")
+# Kinds of the profiler's events, as numbers: a compilation has millions of events, and comparing
+# the names of their kinds takes five times as long.
+_ALLOCATION: int = EventType.Allocation.value
+_OPERATOR: int = EventType.TorchOp.value
+_PYTHON_CALL: int = EventType.PyCall.value
 _MAX_LINES = 12
 _KEPT = "gradients kept from before"
 _REST = "the rest of tensors of which a graph reads a part"
@@ -339,22 +344,27 @@ class _Peak:
 
     def follow(self, tree: Iterable[Any], device: torch.device) -> None:
         """All events, in order of time."""
-        events: list[tuple[int, int, Any]] = []
+        events: list[tuple[int, int, bool, Any]] = []
+        # The regions hold what was allocated while they lasted; the profiler nests them elsewhere,
+        # because what opens them returns before they end.
+        regions: list[tuple[int, int]] = []
         pending = list(tree)
         while pending:
             event = pending.pop()
             pending.extend(event.children)
-            if _tag(event) == "Allocation":
-                if _is_on(event.extra_fields.device, device):
-                    events.append((event.start_time_ns, len(events), event))
-            elif _operator(event).startswith((_REGION, _BACKWARD)):
-                events.append((event.start_time_ns, len(events), event))
-        # The regions hold what was allocated while they lasted; the profiler nests them elsewhere,
-        # because what opens them returns before they end.
-        regions = [e for _, _, e in events if _operator(e).startswith(_REGION)]
-        self.regions = sorted((e.start_time_ns, e.end_time_ns) for e in regions)
-        for _, _, event in sorted(events):
-            if _tag(event) == "Allocation":
+            kind = int(event.tag)
+            if kind == _ALLOCATION:
+                is_read = _is_on(event.extra_fields.device, device)
+            else:
+                # (Names of Python's functions may hold bytes that are no text.)
+                is_read = kind == _OPERATOR and event.name.startswith((_REGION, _BACKWARD))
+                if is_read and event.name.startswith(_REGION):
+                    regions.append((event.start_time_ns, event.end_time_ns))
+            if is_read:
+                events.append((event.start_time_ns, len(events), kind == _ALLOCATION, event))
+        self.regions = sorted(regions)
+        for _, _, is_allocation, event in sorted(events):
+            if is_allocation:
                 self.allocate(event)
             else:
                 self.count_inputs(event)
@@ -393,11 +403,12 @@ class _Peak:
         is_inside = latest >= 0 and event.start_time_ns <= self.regions[latest][1]
         outer = event.parent
         while outer is not None:
-            name = _operator(outer)
-            if name:
+            kind = int(outer.tag)
+            if kind == _OPERATOR:
+                name = outer.name
                 is_inside = is_inside or name.startswith(_BACKWARD)
                 operator = operator if name.startswith(_NO_OPERATORS) else name
-            elif _tag(outer) == "PyCall" and not where:
+            elif kind == _PYTHON_CALL and not where:
                 where = _users_line(outer)
             outer = outer.parent
         return Held(operator or "an allocation", where, size_bytes), is_inside
@@ -440,15 +451,6 @@ def _path(name: str) -> str:
         return name
     paths = (os.path.join(folder or os.getcwd(), name) for folder in sys.path)
     return next(filter(os.path.exists, paths), name)
-
-
-def _operator(event: Any) -> str:
-    # (Names of Python's functions may hold bytes that are no text.)
-    return str(event.name) if _tag(event) == "TorchOp" else ""
-
-
-def _tag(event: Any) -> str:
-    return str(event.tag).rpartition(".")[2]
 
 
 def _is_on(place: torch.device, device: torch.device) -> bool:
