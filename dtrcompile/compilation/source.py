@@ -18,6 +18,7 @@ from dtrcompile.compilation.inductor import compile_inductor
 from dtrcompile.compilation.probing import ProbedPlan, is_probing, probing
 from dtrcompile.compilation.session import Session, SessionState
 from dtrcompile.options import Options
+from dtrcompile.outside import watching
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.graphs.modules import copied_module, placeholders
@@ -68,6 +69,7 @@ class GraphSource:
 
     def compile(self, assignment: Assignment) -> Code:
         """Compile for an assignment."""
+        watching.compiling()
         sizes = assignment.sizes
         if sizes is None and self.symbols:
             sizes = self.symbols.sizes(self.symbols.hints())

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dtrcompile.outside.uncompiled import is_users_code, told
 from dtrcompile.passes.errors import DTRError, format_bytes
 from dtrcompile.passes.graphs.storage_sizes import viewed_storages
-from dtrcompile.passes.torch_private import EventType, FakeTensor
+from dtrcompile.passes.torch_private import EventType, FakeTensor, callback_handler
 from dtrcompile.report import compilations
 
 _REGION = "dtrcompile graph "
 _BACKWARD = "CompiledFunctionBackward"
+_NO_LINES = "dtrcompile takes no more lines"
 # Regions that hold operators, and are none.
 _NO_OPERATORS = ("autograd::engine::", "Torch-Compiled Region", "ProfilerStep")
 # Kinds of the profiler's events, as numbers: a compilation has millions of events, and comparing
@@ -109,6 +111,8 @@ class Watch:
         self._before: dict[int, _There] = {}
         self._before_bytes = 0
         self._compilations = 0
+        self._thread = 0
+        self._has_lines = True
         self._profile = profile(
             activities=[ProfilerActivity.CPU],
             profile_memory=True,
@@ -138,12 +142,14 @@ class Watch:
             if _is_on(held.device, self.device)
         }
         self._compilations = compilations()
+        self._thread, self._has_lines = threading.get_ident(), True
         self._before_bytes = sum(held.size_bytes for held in self._before.values())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._before_bytes = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         _active.watch = self
+        callback_handler.register_start_callback(self.take_no_more_lines)
         self._profile.__enter__()
         return self
 
@@ -156,6 +162,7 @@ class Watch:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._profile.__exit__(kind, error, trace)
+        callback_handler.remove_start_callback(self.take_no_more_lines)
         _active.watch = None
         calls, self.calls = self.calls, []
         if error is not None:
@@ -177,6 +184,19 @@ class Watch:
         self.messages = told()
         promised = [p for p in (graph.promised_bytes() for graph in graphs) if p is not None]
         self.promised_bytes = max(promised) if promised else None
+
+    def take_no_more_lines(self, _: object = None) -> None:
+        """From here on, the profile has no calls of Python functions, and so no lines of code.
+
+        Compiling makes a million calls in a second, each of which would take a kilobyte or more
+        when the profile ends: ten seconds took all the memory of a machine.
+        """
+        if not self._has_lines or self._thread != threading.get_ident():
+            return
+        self._has_lines = False
+        sys.setprofile(None)
+        with record_function(_NO_LINES):
+            pass
 
     def __str__(self) -> str:
         promised = "nothing: no graph ran"
@@ -228,6 +248,12 @@ class _Active:
 
 
 _active = _Active()
+
+
+def compiling() -> None:
+    """A graph is compiled from here on, and Dynamo does not say so."""
+    if _active.watch is not None:
+        _active.watch.take_no_more_lines()
 
 
 @contextlib.contextmanager
@@ -338,6 +364,8 @@ class _Peak:
         self.calls = iter(calls)
         self.live: dict[int, tuple[Held, bool]] = {}
         self.regions: list[tuple[int, int]] = []
+        # Later, the profiler nests what happens under the calls that were under way by then.
+        self.lines_until_ns = sys.maxsize
         self.live_bytes = before_bytes
         self.size_bytes = before_bytes
         self.at_peak: tuple[dict[int, _There], dict[int, tuple[Held, bool]]] = (dict(before), {})
@@ -360,6 +388,8 @@ class _Peak:
                 is_read = kind == _OPERATOR and event.name.startswith((_REGION, _BACKWARD))
                 if is_read and event.name.startswith(_REGION):
                     regions.append((event.start_time_ns, event.end_time_ns))
+                elif kind == _OPERATOR and event.name == _NO_LINES:
+                    self.lines_until_ns = event.start_time_ns
             if is_read:
                 events.append((event.start_time_ns, len(events), kind == _ALLOCATION, event))
         self.regions = sorted(regions)
@@ -401,6 +431,7 @@ class _Peak:
         operator = where = ""
         latest = bisect.bisect_right(self.regions, (event.start_time_ns, sys.maxsize)) - 1
         is_inside = latest >= 0 and event.start_time_ns <= self.regions[latest][1]
+        has_lines = event.start_time_ns < self.lines_until_ns
         outer = event.parent
         while outer is not None:
             kind = int(outer.tag)
@@ -408,7 +439,7 @@ class _Peak:
                 name = outer.name
                 is_inside = is_inside or name.startswith(_BACKWARD)
                 operator = operator if name.startswith(_NO_OPERATORS) else name
-            elif kind == _PYTHON_CALL and not where:
+            elif kind == _PYTHON_CALL and has_lines and not where:
                 where = _users_line(outer)
             outer = outer.parent
         return Held(operator or "an allocation", where, size_bytes), is_inside

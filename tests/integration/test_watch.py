@@ -131,6 +131,45 @@ def test_a_step_that_compiles() -> None:
     assert "watch a later step" in str(seen)
 
 
+def n_events(seen: dtrcompile.Watch) -> int:
+    pending = list(seen._profile.profiler.kineto_results.experimental_event_tree())
+    n = 0
+    while pending:
+        n += 1
+        pending.extend(pending.pop().children)
+    return n
+
+
+@pytest.mark.parametrize("compiler", ["Dynamo's", "the ledger's"])
+def test_the_calls_of_a_compiler_are_not_profiled(compiler: str) -> None:
+    model, x = Net(), torch.randn(ROWS, WIDTH)
+    compiled = compile_dtr(model, "100%")
+
+    def step() -> None:
+        scores = compiled(x)
+        F.cross_entropy(scores, torch.zeros(ROWS, dtype=torch.long)).backward()
+
+    if compiler == "the ledger's":
+        step()
+        dtrcompile.set_budget(compiled, "min")
+    with dtrcompile.watch("cpu") as seen:
+        before = F.softmax(x, -1)
+        step()
+    assert seen.was_compiling
+    # Compiling makes some hundred thousand calls of Python functions.
+    assert n_events(seen) < 20_000
+    # What is allocated before is known by its line, what is allocated afterwards by its operator.
+    where = {held.what: held.where for held in seen.outside}
+    assert before.nbytes == x.nbytes
+    line = line_of(test_the_calls_of_a_compiler_are_not_profiled, "F.softmax")
+    assert where["aten::softmax"] == line
+    assert where["aten::cross_entropy_loss"] == ""
+    model.zero_grad()
+    with dtrcompile.watch("cpu") as seen:
+        step()
+    assert line_of(step, "F.cross_entropy") in str(seen)
+
+
 def test_watching_twice_is_refused() -> None:
     with (
         dtrcompile.watch("cpu"),
