@@ -416,15 +416,6 @@ def run_wrapper(
     source = wrapper.source.replace(start, "async_compile = _dtr_kernel")
     source = _TRITON_IMPORT.sub("", source)
 
-    def empty(device: str) -> Any:
-        def allocate(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
-            return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-        return allocate
-
-    def reinterpret(t: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
-        return torch.as_strided(t, size, stride, t.storage_offset() + offset)
-
     # Inputs from outside stay with their callers; kept here so that no address is used again.
     outside = [
         t
@@ -439,16 +430,7 @@ def run_wrapper(
         with torch.no_grad():
             exec(compile(source, _WRAPPER_FILE, "exec"), namespace)
             namespace.update(wrapper.constants)
-            for name in ("empty_strided_cpu", "empty_strided_cpu_pinned"):
-                namespace[name] = empty("cpu")
-            for device in ("cuda", "xpu", "mtia"):
-                namespace[f"empty_strided_{device}"] = empty(device)
-            namespace["reinterpret_tensor"] = reinterpret
-            for name in _CHECKS:
-                namespace[name] = _Kernel()
-            # Inputs are taken to be aligned: what PyTorch allocates is.
-            for name in ("copy_if_misaligned", "copy_misaligned"):
-                namespace[name] = lambda tensor: tensor
+            namespace.update(helpers())
             namespace["extern_kernels"] = _ExternKernels(counting)
             # What the mode remembers of a call is its result's form without its storage's size.
             with mock.patch.object(mode, "cache_enabled", False), mode, counting:
@@ -459,6 +441,35 @@ def run_wrapper(
         ) from error
     del outside
     return list(outputs)
+
+
+def helpers() -> dict[str, Any]:
+    """What stands in for functions of PyTorch's C++, by the names that wrappers have for them.
+
+    Such a function ends the process if it is given symbols.  A test looks for more of them in the
+    source of the Inductor that is installed.
+    """
+
+    def empty(device: str) -> Any:
+        def allocate(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+        return allocate
+
+    def reinterpret(t: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+        return torch.as_strided(t, size, stride, t.storage_offset() + offset)
+
+    stand_ins: dict[str, Any] = {"reinterpret_tensor": reinterpret}
+    for name in ("empty_strided_cpu", "empty_strided_cpu_pinned"):
+        stand_ins[name] = empty("cpu")
+    for device in ("cuda", "xpu", "mtia"):
+        stand_ins[f"empty_strided_{device}"] = empty(device)
+    for name in _CHECKS:
+        stand_ins[name] = _Kernel()
+    # Inputs are taken to be aligned: what PyTorch allocates is.
+    for name in ("copy_if_misaligned", "copy_misaligned"):
+        stand_ins[name] = lambda tensor: tensor
+    return stand_ins
 
 
 # What only kernels need, and what is not installed everywhere.
