@@ -37,6 +37,7 @@ from dtrcompile.passes.fitting.settings import (
     LOOSER_THAN_MINIMUM_PERCENT,
     MAX_LEARNING_ROUNDS,
     MAX_REPLANNING_ROUNDS,
+    NEAR_THE_PLAN_PERCENT,
     SPEED_WORKSPACE_COST_SHARE,
     SPEED_WORKSPACE_DIVISOR,
 )
@@ -925,7 +926,7 @@ class _Fit:
 
         Args:
             known: residuals of operators.
-            least_bytes: only what may hold less than this is looked for.
+            least_bytes: plans that surely hold more than this are not measured.
         """
         found: list[Candidate] = []
         attempts: list[Attempt] = []
@@ -962,11 +963,7 @@ class _Fit:
     def is_surely_larger(
         self, plan: Plan, learned: Mapping[int, int], least_bytes: int | None
     ) -> bool:
-        """Whether what was learned of other plans leaves no hope that a plan holds less.
-
-        A plan's schedule may hold less than what was learned says, but hardly by more than
-        schedules differ from what is planned.
-        """
+        """Whether a plan holds more by what was learned of other plans, and not just a little."""
         if least_bytes is None:
             return False
         return self.planned_peak(plan, learned) > least_bytes * AGREEMENT_PERCENT // 100
@@ -999,7 +996,9 @@ class _Fit:
             if any(map(self.is_floor, tried)) or not self.may_go_on():
                 break
             left = smaller_plans_left(attempts)
-            found = self.search(BudgetSearch(target, target, least, left), known, least)
+            is_near = least <= planned_bytes * NEAR_THE_PLAN_PERCENT // 100
+            search = BudgetSearch(target, target, least, left)
+            found = self.search(search, known, least if is_near else None)
             has_fitted = self.cheapest_of(found, target) is not None
             attempts.append(SmallerAttempt(target, least, len(found), has_fitted))
             tried += found
