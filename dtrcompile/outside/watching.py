@@ -33,8 +33,8 @@ _BACKWARD = "CompiledFunctionBackward"
 _NO_LINES = "dtrcompile takes no more lines"
 # Regions that hold operators, and are none.
 _NO_OPERATORS = ("autograd::engine::", "Torch-Compiled Region", "ProfilerStep")
-# Kinds of the profiler's events, as numbers: a compilation has millions of events, and comparing
-# the names of their kinds takes five times as long.
+# Kinds of the profiler's events, as numbers: a step may have millions of events, and comparing the
+# names of their kinds takes five times as long.
 _ALLOCATION: int = EventType.Allocation.value
 _OPERATOR: int = EventType.TorchOp.value
 _PYTHON_CALL: int = EventType.PyCall.value
@@ -149,7 +149,8 @@ class Watch:
             self._before_bytes = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         _active.watch = self
-        callback_handler.register_start_callback(self.take_no_more_lines)
+        if compiling not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(compiling)
         self._profile.__enter__()
         return self
 
@@ -162,7 +163,6 @@ class Watch:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._profile.__exit__(kind, error, trace)
-        callback_handler.remove_start_callback(self.take_no_more_lines)
         _active.watch = None
         calls, self.calls = self.calls, []
         if error is not None:
@@ -185,7 +185,7 @@ class Watch:
         promised = [p for p in (graph.promised_bytes() for graph in graphs) if p is not None]
         self.promised_bytes = max(promised) if promised else None
 
-    def take_no_more_lines(self, _: object = None) -> None:
+    def take_no_more_lines(self) -> None:
         """From here on, the profile has no calls of Python functions, and so no lines of code.
 
         Compiling makes a million calls in a second, each of which would take a kilobyte or more
@@ -250,8 +250,8 @@ class _Active:
 _active = _Active()
 
 
-def compiling() -> None:
-    """A graph is compiled from here on, and Dynamo does not say so."""
+def compiling(_: object = None) -> None:
+    """A graph is compiled from here on, as Dynamo says, or as whoever compiles without it."""
     if _active.watch is not None:
         _active.watch.take_no_more_lines()
 
@@ -383,13 +383,15 @@ class _Peak:
             kind = int(event.tag)
             if kind == _ALLOCATION:
                 is_read = _is_on(event.extra_fields.device, device)
-            else:
-                # (Names of Python's functions may hold bytes that are no text.)
-                is_read = kind == _OPERATOR and event.name.startswith((_REGION, _BACKWARD))
-                if is_read and event.name.startswith(_REGION):
+            elif kind == _OPERATOR:
+                name = event.name
+                is_read = name.startswith((_REGION, _BACKWARD))
+                if name.startswith(_REGION):
                     regions.append((event.start_time_ns, event.end_time_ns))
-                elif kind == _OPERATOR and event.name == _NO_LINES:
+                elif name == _NO_LINES:
                     self.lines_until_ns = event.start_time_ns
+            else:
+                continue  # (Names of Python's functions may hold bytes that are no text.)
             if is_read:
                 events.append((event.start_time_ns, len(events), kind == _ALLOCATION, event))
         self.regions = sorted(regions)

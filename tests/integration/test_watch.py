@@ -170,6 +170,15 @@ def test_the_calls_of_a_compiler_are_not_profiled(compiler: str) -> None:
     assert line_of(step, "F.cross_entropy") in str(seen)
 
 
+def test_dynamo_may_be_reset_meanwhile() -> None:
+    """Dynamo then forgets whom it tells that it compiles."""
+    with dtrcompile.watch("cpu"):
+        torch._dynamo.reset()
+    with dtrcompile.watch("cpu") as seen:
+        compile_dtr(Net(), "100%")(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert n_events(seen) < 20_000
+
+
 def test_watching_twice_is_refused() -> None:
     with (
         dtrcompile.watch("cpu"),
