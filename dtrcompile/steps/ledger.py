@@ -22,6 +22,7 @@ next step is observed.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
@@ -771,28 +772,26 @@ class Ledger:
         if not more_bytes:
             return
         self.recording.outputs_are_held()
-        budget_bytes, others = self.budget_of_holding(planned), assignment.others
+        budget_bytes, others = self.budget_of_holding(graph, planned), assignment.others
         outside_bytes = others.outside_bytes + more_bytes
-        if budget_bytes is None or outside_bytes + planned.chosen.peak_with(others) <= budget_bytes:
+        needed_bytes = outside_bytes + planned.chosen.peak_with(others)
+        if budget_bytes is None or needed_bytes <= budget_bytes:
             return
-        outside_bytes += others.gradient_bytes
+        outside_bytes = others.outside_bytes + others.gradient_bytes
         if not waiting.release_saved():
-            raise InfeasibleBudgetError(
-                budget_bytes, minimum_bytes=outside_bytes + planned.chosen.backward_peak_bytes
-            )
-        note = f"beside {format_bytes(outside_bytes)} that others hold, some of it unforeseen"
-        graph.compile_again(
-            Assignment(
-                budget_bytes, OtherGraphs(outside_bytes), note=note, beside=assignment.beside
-            )
-        )
+            minimum_bytes = outside_bytes + more_bytes + planned.chosen.backward_peak_bytes
+            raise InfeasibleBudgetError(budget_bytes, minimum_bytes=minimum_bytes)
+        with _naming_at_most(needed_bytes, budget_bytes):
+            self.compute_again(graph, waiting, planned, budget_bytes, outside_bytes)
 
-    def budget_of_holding(self, planned: Planned) -> int | None:
+    def budget_of_holding(self, graph: SharedGraph, planned: Planned) -> int | None:
         """The budget of a graph whose caller holds all that its plan takes to be gone.
 
         Such a step holds more without a budget as well, so a share of that is a larger budget.
         """
         budget_bytes = planned.assignment.budget_bytes
+        if budget_bytes is None and graph.symbols:
+            budget_bytes = graph.budget_bytes(planned)  # of the sizes of the call
         if budget_bytes is None or self.options.budget.kind is not BudgetKind.SHARE:
             return budget_bytes
         programs = planned.handing_on(NOTHING_HANDED_ON).program, planned.program
@@ -815,21 +814,42 @@ class Ledger:
                 return
             if not waiting.release_saved():
                 raise InfeasibleBudgetError(budget_bytes, minimum_bytes=needed_bytes)
+        with _naming_at_most(needed_bytes, budget_bytes):
+            self.compute_again(graph, waiting, planned, budget_bytes, outside_bytes)
+
+    def compute_again(
+        self,
+        graph: SharedGraph,
+        waiting: Waiting,
+        planned: Planned,
+        budget_bytes: int,
+        outside_bytes: int,
+    ) -> None:
+        """Compile a graph, if need be, for the room in which the backward of a call computes again
+        what the call saved.
+
+        Args:
+            outside_bytes: what others hold, without what the caller holds of the call.
+
+        Raises:
+            InfeasibleBudgetError: if no plan fits in that.
+        """
         # Its outputs may be with the caller, beside those that are computed again.
         outside_bytes += planned.returned_bytes if waiting.call is None else waiting.call.live_bytes
-        note = f"beside {format_bytes(outside_bytes)} that other graphs of the step hold"
+        note = f"beside {format_bytes(outside_bytes)} that the caller and other graphs hold"
         tangent_bytes = planned.program.tangent_bytes
+        # Nobody holds what is returned a second time.
+        handed_on = replace(ALL_HANDED_ON, tangents=self.handed_on(waiting).tangents)
         for more_bytes in (0, tangent_bytes):
-            chosen = planned_of(graph).chosen
+            chosen = planned_of(graph).handing_on_at_most(handed_on).chosen
             # The tangents are there while forward runs.
             peak_bytes = max(chosen.forward_peak_bytes + tangent_bytes, chosen.peak_bytes)
             if outside_bytes + peak_bytes <= budget_bytes:
                 return
             others = OtherGraphs(outside_bytes=outside_bytes + more_bytes)
-            # Nobody holds what is returned a second time.
             beside = graph.assignment.beside
-            graph.compile_again(
-                Assignment(budget_bytes, others, note=note, handed_on=ALL_HANDED_ON, beside=beside)
+            graph.compile_for_backward(
+                Assignment(budget_bytes, others, note=note, handed_on=handed_on, beside=beside)
             )
 
     def handed_on(self, waiting: Waiting) -> HandedOn:
@@ -850,7 +870,7 @@ class Ledger:
         planned = planned_of(graph)
         if self.options.budget.kind is BudgetKind.SHARE:
             if graph.assignment.budget_bytes is not None:
-                return self.budget_of_holding(planned)  # of the step that it was planned for
+                return self.budget_of_holding(graph, planned)  # of the step it was planned for
             # The backward of those that wait is still to come, as far as is known.
             calls = [
                 replace(c, is_unused=None) if c.node is not None and waits(c.node) else c
@@ -878,6 +898,21 @@ class Ledger:
         held_bytes = external_bytes(self.calls, self.related_calls(), emptied) + kept_bytes
         held_bytes += graph.assignment.beside.resident_bytes
         return max(0, held_bytes - graph.planned.chosen.constant_bytes) + sum(made.values())
+
+
+@contextlib.contextmanager
+def _naming_at_most(needed_bytes: int, budget_bytes: int) -> Iterator[None]:
+    """Where a call finds no room to compute again what it saved, name no more than it needs if it
+    need not."""
+    try:
+        yield
+    except InfeasibleBudgetError as refusal:
+        if _minimum_of(refusal) <= needed_bytes:
+            raise
+        advice = refusal.advice
+        raise InfeasibleBudgetError(
+            budget_bytes, minimum_bytes=needed_bytes, advice=advice
+        ) from None
 
 
 def _minimum_of(refusal: InfeasibleBudgetError) -> int:

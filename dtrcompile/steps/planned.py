@@ -313,6 +313,10 @@ class Planned:
             get_details=lambda: self.details.handing_on(handed_on),
         )
 
+    def handing_on_at_most(self, most: HandedOn) -> Planned:
+        """The same, where the caller gives up no more than this."""
+        return self.handing_on(self.handed_on & most)
+
     def _counted(self, handed_on: HandedOn) -> HeldBytes | None:
         """What the graphs hold then; None where that is the same."""
         details = self.details.handing_on(handed_on)

@@ -568,6 +568,19 @@ class SharedGraph:
         sizes = self.sizes if self.symbols else self.code.sizes
         self.use(self.compile_with(replace(assignment, sizes=sizes)))
 
+    def compile_for_backward(self, assignment: Assignment) -> None:
+        """Compile it for the room that the backward of one call finds.
+
+        Raises:
+            InfeasibleBudgetError: if no plan fits; the old code then stays.
+        """
+        before = self.assignment
+        self.compile_again(assignment)
+        if self.symbols and not before.is_provisional:
+            # Calls of other sizes leave other room: they choose among the plans as before.
+            self.assignment = before
+            self.mark_outdated()
+
     def keep(self, assignment: Assignment) -> None:
         """Go on with the code that is there, which is right for this assignment too."""
         self.use(self._told(self.code, assignment))

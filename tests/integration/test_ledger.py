@@ -1093,6 +1093,35 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
     assert any(released)
 
 
+@pytest.mark.inductor
+@pytest.mark.slow
+@pytest.mark.parametrize("dropping", [3, 6])  # the steps after them are recorded, or are not
+def test_a_graph_of_any_size_whose_caller_holds_what_earlier_steps_dropped(dropping: int) -> None:
+    """Such a call computes again what it saved; the plans of later calls know what is held."""
+    torch.manual_seed(1)
+    module = Scores()
+    x, labels = torch.randn(BATCH, WIDTH), torch.randint(2 * WIDTH, (BATCH,))
+    budget = 2_000_000  # with room for the scores and their gradient if less is saved
+    compiled = compile_dtr(module, budget, compiler="inductor", dynamic=True)
+
+    def dropping_step() -> None:
+        nn.functional.cross_entropy(compiled(x), labels).backward()
+
+    def holding_step() -> None:
+        scores = compiled(x)
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(scores, labels), scores)
+        torch.autograd.backward([scores], gradients)
+
+    peaks = []
+    with _noting_releases() as released:
+        for step in [dropping_step] * dropping + [holding_step] * 4:
+            module.zero_grad(set_to_none=True)
+            peaks.append(static_bytes(module, x) + live_peak_bytes(step))
+    assert max(peaks) <= budget
+    assert any(released)
+    assert dtrcompile.reports()[-1].promised_peak_bytes >= peaks[-1] - 8  # the loss
+
+
 @pytest.mark.parametrize("budget", ["min", pytest.param(2_000_000, marks=gives_tangents_away)])
 def test_the_report_holds_a_result_that_is_held_after_all(budget: object) -> None:
     """A step later, its peak is no more than that of a step that always held the result."""
