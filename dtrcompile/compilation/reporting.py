@@ -25,6 +25,11 @@ _UNSPLIT = (
     " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True they are not"
 )
 
+_MADE_FOR_LESS_ROOM = (
+    "planned when there seemed to be less room: without recomputation the budget would be kept too,"
+    " and the graph is compiled for that if calls come to lose the compute of four steps"
+)
+
 
 def add_compile_report(
     graph: int,
@@ -51,11 +56,17 @@ def add_compile_report(
     """
     beside, others = assignment.beside, assignment.others
     measured, stats, operators = summary.measured, summary.stats, summary.program.operators
+    baseline_step_peak_bytes = others.outside_bytes + summary.baseline.peak_with(others)
+    has_room = baseline_step_peak_bytes <= (summary.budget_bytes or 0)
     notes: Sequence[str] = (
         assignment.note,
         f"{options.budget} is a share of a training step, and none was seen yet; until one is,"
         " this graph runs without a budget. To bound it all the same, give bytes"
         if waits_for_step
+        else "",
+        # (The plan of a graph whose sizes are fixed is made anew at once.)
+        _MADE_FOR_LESS_ROOM
+        if has_room and stats.overhead > 1 and assignment.sizes and not assignment.is_provisional
         else "",
         "ample budget: peaks are estimates until backward has run" if summary.is_guess else "",
         "the search for a plan ended after the time of option 'lowering_s'; with more time it may"
@@ -102,7 +113,7 @@ def add_compile_report(
             is_plan_from_disk=summary.is_kept,
             outside_bytes=summary.others.outside_bytes,
             step_peak_bytes=others.outside_bytes + measured.peak_with(others),
-            baseline_step_peak_bytes=others.outside_bytes + summary.baseline.peak_with(others),
+            baseline_step_peak_bytes=baseline_step_peak_bytes,
             verification=verification,
             beside=beside.resident,
             optimizer_step_bytes=beside.in_step_bytes(around_bytes) if around_bytes else 0,

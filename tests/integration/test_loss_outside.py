@@ -189,6 +189,21 @@ def test_the_first_report_says_what_is_set_aside() -> None:
     assert report.recomputed_runs == 0
 
 
+def test_a_plan_that_left_room_for_a_larger_loss_says_so_until_it_is_replaced() -> None:
+    """A graph of any size is planned again when calls have lost enough compute by that."""
+    loss = LOSSES["mean and deviation"]
+    Loop(loss, 10**8).step_bytes()
+    baseline = dtrcompile.reports()[-1].baseline_peak_bytes
+    loop = Loop(loss, baseline + TARGETS.nbytes, dynamic=True)
+    seen = []
+    for _ in range(40):
+        loop.step_bytes()
+        cheapest = min(dtrcompile.reports(), key=lambda report: report.overhead)
+        seen.append((cheapest.overhead, any("less room" in note for note in cheapest.notes)))
+    assert seen[1][0] > 1 and seen[1][1]
+    assert seen[-1] == (1.0, False)
+
+
 def test_a_step_with_no_room_for_its_loss_is_refused_before_the_second() -> None:
     """The refusal names what the smallest budget holds."""
     smallest = Loop(focal, "min")
