@@ -116,7 +116,11 @@ def simulate(
 
 
 class Simulator:
-    """One run; `steps` is what it has recorded, even after it has given up."""
+    """One run; `steps` is what it has recorded, even after it has given up.
+
+    Attributes:
+        has_held_sources: `SimulatorOptions.hold_sources` made a difference to this run.
+    """
 
     def __init__(self, index: ProgramIndex, budget_bytes: int, options: SimulatorOptions) -> None:
         self.index = index
@@ -142,6 +146,7 @@ class Simulator:
             self.finished_from[s] = index.program.boundary or 0
         self.dead: list[int] = []
         self.leftover: set[int] = set()  # locked and unneeded, kept for what depends on it
+        self.has_held_sources = False  # there was ever one of these
 
         # With a link only: where storages are, and the tensors that a prefetch would define.
         self.away = [False] * n
@@ -541,6 +546,7 @@ class Simulator:
             elif self.locks[s]:
                 if self.options.hold_sources and self.serves_more_than_itself(s):
                     self.leftover.add(s)
+                    self.has_held_sources = True
                     continue
                 self.drop(s)
                 self.banish(s)

@@ -321,6 +321,7 @@ class AutoPlanner(Planner):
         """The best few plans of the simulator, best first; one of ``least_ns`` is enough."""
         seeds: list[Schedule] = []
         most_work = work
+        held_none: set[Heuristic] = set()  # whose runs came to no source that could be let go
         for tried, options in enumerate(self.candidates()):
             if seeds and (self.first_fit or not options.hold_sources or work <= 0):
                 break
@@ -328,8 +329,8 @@ class AutoPlanner(Planner):
                 break
             if tried >= MIN_CANDIDATES and options.hold_sources and work <= -most_work:
                 continue
-            if not options.hold_sources and not any(index.makes_once):
-                continue  # the same run as with it
+            if not options.hold_sources and options.heuristic in held_none:
+                continue  # the same run as before
             simulator = Simulator(index, budget_bytes, options)
             try:
                 steps = simulator.run().steps
@@ -337,6 +338,8 @@ class AutoPlanner(Planner):
                 continue
             finally:
                 work -= WORK_PER_SIMULATED_STEP * len(simulator.steps)
+                if not simulator.has_held_sources:
+                    held_none.add(options.heuristic)
             seed = schedule_of(index, steps)
             if not self.first_fit:
                 seed = keep_what_fits(index, seed, budget_bytes)
