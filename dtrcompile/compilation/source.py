@@ -69,7 +69,7 @@ class GraphSource:
 
     def compile(self, assignment: Assignment) -> Code:
         """Compile for an assignment."""
-        watching.compiling()
+        watching.take_no_more_lines()
         sizes = assignment.sizes
         if sizes is None and self.symbols:
             sizes = self.symbols.sizes(self.symbols.hints())

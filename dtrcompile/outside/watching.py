@@ -149,8 +149,8 @@ class Watch:
             self._before_bytes = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         _active.watch = self
-        if compiling not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(compiling)
+        if take_no_more_lines not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(take_no_more_lines)
         self._profile.__enter__()
         return self
 
@@ -188,8 +188,8 @@ class Watch:
     def take_no_more_lines(self) -> None:
         """From here on, the profile has no calls of Python functions, and so no lines of code.
 
-        Compiling makes a million calls in a second, each of which would take a kilobyte or more
-        when the profile ends: ten seconds took all the memory of a machine.
+        Compiling and planning make a million calls in a second, each of which would take a
+        kilobyte or more when the profile ends: ten seconds took all the memory of a machine.
         """
         if not self._has_lines or self._thread != threading.get_ident():
             return
@@ -215,6 +215,10 @@ class Watch:
             lines.append(f"    {format_bytes(rest_bytes)}  {len(rest)} more")
         if self.was_compiling:
             lines.append("  graphs were compiled meanwhile: watch a later step")
+        elif not self._has_lines:
+            lines.append(
+                "  graphs met new sizes meanwhile: what is allocated after that has no line"
+            )
         lines += [f"  {message}" for message in self.messages]
         return "\n".join(lines)
 
@@ -250,8 +254,11 @@ class _Active:
 _active = _Active()
 
 
-def compiling(_: object = None) -> None:
-    """A graph is compiled from here on, as Dynamo says, or as whoever compiles without it."""
+def take_no_more_lines(_: object = None) -> None:
+    """To be called before a graph is planned, compiled, or counted at other sizes.
+
+    Dynamo calls it too.
+    """
     if _active.watch is not None:
         _active.watch.take_no_more_lines()
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from dtrcompile.outside import watching
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.planning.planners import keep_all
 from dtrcompile.passes.planning.planners.base import Planner
@@ -210,6 +211,7 @@ class Family:
 
     def _extended(self, values: Values) -> _Choice | InfeasibleBudgetError:
         """With a plan for a call that none of the plans holds the budget for."""
+        watching.take_no_more_lines()
         is_full = self.compiled >= self.most_plans
         most_cost = _HEADROOM_COST_WHEN_FULL if is_full else _HEADROOM_COST
         grown = self._growth(values)
@@ -272,6 +274,7 @@ class Family:
         settled = self._choices[values] = _Choice(choice.code)  # asked once
         if self.compiled >= self.most_plans or len(self.codes) >= self.most_plans - 1:
             return settled  # the last place is kept for larger sizes
+        watching.take_no_more_lines()
         sizes = self.symbols.sizes(values)
         now = choice.code.at(sizes)
         overhead = self._estimated_overhead(values, values)

@@ -36,6 +36,7 @@ import torch
 from torch import fx, nn
 
 from dtrcompile.options import BudgetKind, Options
+from dtrcompile.outside import watching
 from dtrcompile.outside.step_check import StepCheck
 from dtrcompile.outside.surroundings import (
     OptimizerSteps,
@@ -525,6 +526,7 @@ class Ledger:
         Returns:
             The refusal, which every later call of these graphs raises; None if the step fits.
         """
+        watching.take_no_more_lines()
         try:
             step.compile()
         except InfeasibleBudgetError as refusal:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import sympy
 
+from dtrcompile.outside import watching
 from dtrcompile.outside.surroundings import NO_SURROUNDINGS, SurroundingBytes
 from dtrcompile.passes.device.allocators import Allocator
 from dtrcompile.passes.fitting.fit import Limits, Outcome, holding
@@ -258,6 +259,7 @@ class Planned:
         """The same plan, where the graph's symbols have these values."""
         if not sizes.values:
             return self
+        watching.take_no_more_lines()
         captured, details = self.details.captured, self.details.at(sizes)
         with at_sizes(sizes):
             program = captured.resized()
@@ -319,6 +321,7 @@ class Planned:
 
     def _counted(self, handed_on: HandedOn) -> HeldBytes | None:
         """What the graphs hold then; None where that is the same."""
+        watching.take_no_more_lines()
         details = self.details.handing_on(handed_on)
         if details is self.details:
             return None

@@ -170,6 +170,22 @@ def test_the_calls_of_a_compiler_are_not_profiled(compiler: str) -> None:
     assert line_of(step, "F.cross_entropy") in str(seen)
 
 
+def test_the_account_of_a_new_size_is_not_profiled() -> None:
+    """What a graph of any size holds is counted before its first call at a size."""
+    compiled = compile_dtr(Net(), "100%", dynamic=True)
+    for rows in (ROWS, ROWS // 2):
+        for _ in range(3):
+            compiled(torch.randn(rows, WIDTH)).sum().backward()
+    with dtrcompile.watch("cpu") as seen:
+        compiled(torch.randn(ROWS // 4, WIDTH)).sum().backward()
+    assert not seen.was_compiling
+    assert n_events(seen) < 5_000
+    assert "graphs met new sizes meanwhile" in str(seen)
+    with dtrcompile.watch("cpu") as seen:
+        compiled(torch.randn(ROWS // 4, WIDTH)).sum().backward()
+    assert "graphs met new sizes meanwhile" not in str(seen)
+
+
 def test_dynamo_may_be_reset_meanwhile() -> None:
     """Dynamo then forgets whom it tells that it compiles."""
     with dtrcompile.watch("cpu"):
