@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bench.measure import say
+from dtrcompile.passes.torch_private import FakeTensorMode
 from workloads.random_modules import (
     MOST_MOVES,
     Case,
@@ -112,6 +113,12 @@ def main() -> int:
             failed.append(f"{seed} ({what}, {moves} moves)")
             print(f"\nseed {seed}, {what}: {Case(seed, moves).made()[0].text}", flush=True)
             traceback.print_exc(limit=-3, file=sys.stdout)
+        # PyTorch remembers fake tensors for the whole process, with all that it knows of their
+        # symbols.  Looking at that, whenever the ledger collects garbage, took half of the time.
+        torch._dynamo.reset()
+        FakeTensorMode.cache_clear()
+        gc.collect()
+        gc.freeze()
 
     for done in range(count):
         seed = arguments.seed + done
