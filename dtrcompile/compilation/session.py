@@ -165,7 +165,7 @@ class Session:
     def know_around(self, around_bytes: int) -> None:
         """What is there when an optimizer steps, around a training step of this graph."""
         self.around_bytes = around_bytes
-        self.step_peak.around_bytes = max(self.step_peak.around_bytes, around_bytes)
+        self.step_peak.see(0, around_bytes)
 
     def check_optimizer_step(self, budget_bytes: int | None, graphs_need_bytes: int = 0) -> None:
         """Hold what is there inside of ``optimizer.step()`` to the budget too.

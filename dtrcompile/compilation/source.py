@@ -70,8 +70,11 @@ class GraphSource:
     def compile(self, assignment: Assignment) -> Code:
         """Compile for an assignment."""
         watching.take_no_more_lines()
-        sizes = assignment.sizes
-        if sizes is None and self.symbols:
+        sizes, step_peak = assignment.sizes, self.step_peak
+        if sizes is not None:
+            # A plan may be made for sizes that no call had: nothing is learned of the step.
+            step_peak = replace(step_peak)
+        elif self.symbols:
             sizes = self.symbols.sizes(self.symbols.hints())
 
         assignment = replace(assignment, sizes=sizes)
@@ -84,13 +87,13 @@ class GraphSource:
                     self.options,
                     self.graph,
                     assignment,
-                    self.step_peak,
+                    step_peak,
                     may_estimate=may_estimate,
                     may_load=may_load,
                     graph_break=self.graph_break,
                     input_names=self.input_names,
                     plan_again=functools.partial(
-                        self._planned_again, assignment, replace(self.step_peak)
+                        self._planned_again, assignment, replace(step_peak)
                     ),
                 )
                 function = self._compile(session)

@@ -527,6 +527,8 @@ class Ledger:
             The refusal, which every later call of these graphs raises; None if the step fits.
         """
         watching.take_no_more_lines()
+        if self.options.is_share:
+            step.show_peak()
         try:
             step.compile()
         except InfeasibleBudgetError as refusal:

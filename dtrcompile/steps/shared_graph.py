@@ -361,7 +361,7 @@ class SharedGraph:
         if options.is_share and self.symbols:
             at_call = self.code.at(self.symbols.sizes(values))
             if at_call is not None and at_call.trains:
-                self.step_peak.see(at_call.baseline.peak_bytes)
+                self.step_peak.see(at_call.baseline.peak_bytes, at_call.around_bytes)
         if self.decided_with != self.step_peak.size_bytes:
             self.decided_with = self.step_peak.size_bytes
             self.family.reconsider()

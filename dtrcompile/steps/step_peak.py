@@ -22,7 +22,8 @@ class StepPeak:
     """Of one model; compared by identity.
 
     Attributes:
-        size_bytes: the largest that was seen, 0 before the first training step.
+        size_bytes: the largest that was seen, of one graph or of a step of several; 0 before the
+            first training step.
         around_bytes: what is there when an optimizer steps: constants and results.
         may_train: a parameter of the model wants a gradient, so a training step may come.
     """
@@ -31,14 +32,14 @@ class StepPeak:
     may_train: bool = False
     around_bytes: int = 0
 
-    def see(self, size_bytes: int) -> None:
-        """A training step holds this much without a budget."""
+    def see(self, size_bytes: int, around_bytes: int = 0) -> None:
+        """A training step holds this much without a budget, and this when an optimizer steps."""
         self.size_bytes = max(self.size_bytes, size_bytes)
+        self.around_bytes = max(self.around_bytes, around_bytes)
 
     def see_all(self, other: StepPeak) -> None:
         """What was seen of the same model under other options."""
-        self.see(other.size_bytes)
-        self.around_bytes = max(self.around_bytes, other.around_bytes)
+        self.see(other.size_bytes, other.around_bytes)
 
     def has_to_wait(self, options: Options, *, trains: bool) -> bool:
         """Whether a graph's budget is a share of a training step that is still to come."""

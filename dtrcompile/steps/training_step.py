@@ -276,13 +276,34 @@ class TrainingStep:
         else:
             self.compile_within(budget_bytes)
 
-    def budget_bytes(self) -> int | None:
-        """The options', of this step; None for the smallest."""
+    def show_peak(self) -> None:
+        """Let its models know what they hold together without a budget.
+
+        Other graphs of theirs, of a shorter last batch for example, may begin a step that is a part
+        of such a one as far as anyone knows by then.
+        """
+        if self.most_calls < 2 or not any(planned_of(g).trains for g in self.graphs):
+            return
+        for graph in self.graphs:
+            graph.step_peak.see(self.baseline_peak_bytes())
+
+    def baseline_peak_bytes(self) -> int:
+        """What the graphs hold together without a budget."""
         plans = [self.planned(i) for i in range(len(self.graphs))]
-        peak_bytes = self.peak([p.baseline for p in plans]) - self.beside.resident_bytes
-        around_bytes = max(form.around_bytes for form in self.forms)
+        return self.peak([p.baseline for p in plans]) - self.beside.resident_bytes
+
+    def budget_bytes(self) -> int | None:
+        """The options', of this step; None for the smallest.
+
+        A share is one of the largest step that the models were seen in, as for one graph.
+        """
+        seen = [g.step_peak for g in self.graphs]
+        peak_bytes = max(self.baseline_peak_bytes(), *(s.size_bytes for s in seen))
+        around_bytes = max(
+            *(form.around_bytes for form in self.forms), *(s.around_bytes for s in seen)
+        )
         whole_bytes = self.beside.whole_bytes(peak_bytes, around_bytes)
-        return self.options.resolve_budget_bytes(whole_bytes, plans[0].available_bytes)
+        return self.options.resolve_budget_bytes(whole_bytes, self.planned(0).available_bytes)
 
     def peak(self, held: Sequence[GraphBytes]) -> int:
         return max(form.peak(held) for form in self.forms)

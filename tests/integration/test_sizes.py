@@ -78,6 +78,38 @@ def test_a_last_batch_leaves_the_full_ones_within_the_budget() -> None:
     assert peaks[2] == peaks[5] == peaks[8] == ample[-1].promised_peak_bytes
 
 
+def test_a_share_is_not_one_of_sizes_that_only_a_plan_was_made_for() -> None:
+    """After a short batch, the full ones get a plan for a larger size than any call had."""
+    module = Blocks()
+    compiled = compile_dtr(module, "60%", dynamic=None)
+    peaks = [
+        _trained(module, compiled, torch.randn(n, 32)) for _ in range(3) for n in (256, 256, 175)
+    ]
+    baseline_bytes = dtrcompile.reports()[0].baseline_peak_bytes
+    assert any("512" in report.sizes for report in dtrcompile.reports())
+    assert max(peaks) <= 0.6 * baseline_bytes
+
+
+def test_a_share_of_two_models_is_one_of_their_largest_step_together() -> None:
+    """A shorter last batch makes new graphs of both, whose own share would be too small."""
+    models = [
+        nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32))
+        for width in (48, 24)
+    ]
+    compiled = [compile_dtr(m, "92%", dynamic=None) for m in models]
+    budgets = []
+    for n in (256, 256, 100, 256, 100):
+        for model in models:
+            model.zero_grad(set_to_none=True)
+        made = [call(torch.randn(n, width)) for call, width in zip(compiled, (48, 24), strict=True)]
+        (made[0] * made[1]).sum().backward()
+        budgets.append({report.budget_bytes for report in dtrcompile.reports()})
+    assert len(budgets[1]) == 1
+    # (That of a graph which others follow is open at first.)
+    assert all(known - {None} == budgets[1] for known in budgets[2:])
+    assert len(dtrcompile.reports()) > 2  # the new graphs' are among them
+
+
 @pytest.mark.parametrize("mode", ["dynamic", "automatic", "mark_dynamic"])
 def test_twenty_sizes_in_any_order(mode: str) -> None:
     module, budget = Blocks(), 150_000
