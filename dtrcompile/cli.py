@@ -7,11 +7,11 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import dtrcompile
 from dtrcompile.explain.explanation import Explanation
@@ -21,6 +21,8 @@ from dtrcompile.passes.errors import (
     DTRError,
     InfeasibleBudgetError,
     OptionError,
+    PlanError,
+    ProgramError,
     format_bytes,
 )
 from dtrcompile.passes.target.devices import TARGETS
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from dtrcompile.passes.program.host_link import HostLink
     from dtrcompile.passes.program.plan import Plan
     from dtrcompile.passes.program.program import Program
+
+Read = TypeVar("Read")
 
 _USER_MODEL = (
     "module:callable names a function without arguments that returns the model and what it is"
@@ -373,11 +377,12 @@ def _demo(parsed: argparse.Namespace) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> None:
+    is_named_model = _is_named_model(parsed.model)
     if parsed.budget is None:
         if parsed.device is None:
             raise OptionError("plan needs --budget, such as 8GiB, 40% or min, or a --device.")
         parsed.budget = "auto"
-    if not _is_named_model(parsed.model):
+    if not is_named_model:
         _refuse_ignored(parsed, (*_OF_A_MODEL, "optimizer", "json"), "a program file")
         _plan_program(parsed)
         return
@@ -392,6 +397,8 @@ def _plan(parsed: argparse.Namespace) -> None:
 def _sweep(parsed: argparse.Namespace) -> None:
     from dtrcompile.forecast import SWEPT
 
+    if parsed.plot is not None and Path(parsed.plot).is_dir():
+        raise OptionError(f"--plot {parsed.plot} is a folder; name a file in it.")
     found = _swept(parsed, parsed.model, parsed.budget or SWEPT, stock=parsed.stock)
     print(found.to_json() if parsed.json else found)
     if parsed.plot is not None:
@@ -423,9 +430,10 @@ def _explain(parsed: argparse.Namespace) -> None:
             raise OptionError("explain needs --budget for a module:callable, such as 40% or min.")
         explanation = _forecast(parsed).explain()
     else:
-        text = _read_text(Path(parsed.model))
+        path = Path(parsed.model)
+        text = _read_text(path)
         _refuse_ignored(parsed, ("budget", *_OF_A_MODEL), "an explanation file")
-        explanation = Explanation.from_json(text)
+        explanation = _parsed(path, text, Explanation.from_json)
     for path in parsed.output:
         explanation.save(path)
         print(f"wrote {path}", file=sys.stderr if parsed.json else sys.stdout)
@@ -447,11 +455,15 @@ def _compare(parsed: argparse.Namespace) -> None:
     else:
         if parsed.second is None or parsed.budget:
             raise OptionError(
-                "compare needs two explanation files, which say at which budgets they were made."
+                "compare needs two explanation files and no --budget, or a module:callable and"
+                " --budget twice."
             )
-        texts = [_read_text(Path(name)) for name in (parsed.first, parsed.second)]
+        texts = {path: _read_text(path) for path in map(Path, (parsed.first, parsed.second))}
         _refuse_ignored(parsed, _OF_A_MODEL, "an explanation file")
-        first, second = map(Explanation.from_json, texts)
+        first, second = (
+            _parsed(path, texts[path], Explanation.from_json)
+            for path in map(Path, (parsed.first, parsed.second))
+        )
     print(first.compared_with(second, parsed.rows))
 
 
@@ -511,8 +523,20 @@ def _optimizer(name: str, model: Any) -> Any:
 
 
 def _is_named_model(name: str) -> bool:
-    """Whether an argument is a ``module:callable``, rather than a file."""
-    return ":" in name and not Path(name).exists()
+    """Whether an argument is a ``module:callable``, rather than a file.
+
+    Raises:
+        OptionError: if it is neither, and seems to be the name of a module.
+    """
+    path = Path(name)
+    if path.exists():
+        return False
+    if ":" not in name and path.suffix in ("", ".py"):
+        raise OptionError(
+            f"{name}: No such file or directory. If a model is meant, name what makes it as"
+            f" module:callable, such as {path.stem}:make."
+        )
+    return ":" in name
 
 
 def _plan_program(parsed: argparse.Namespace) -> None:
@@ -558,7 +582,7 @@ def _replay(parsed: argparse.Namespace) -> None:
     from dtrcompile.passes.program.replay import replay
 
     program = _read_program(parsed.program)
-    plan = Plan.from_text(_read_text(parsed.plan))
+    plan = _read(parsed.plan, Plan.from_text)
     if parsed.host_link is not None:
         plan = replace(plan, host_link=_host_link(parsed))
     if parsed.json:
@@ -580,8 +604,8 @@ def _gap(parsed: argparse.Namespace) -> None:
     from dtrcompile.passes.program.plan import Plan
 
     program = _read_program(parsed.program)
-    plan = Plan.from_text(_read_text(parsed.plan))
-    schedule = from_json(_read_text(parsed.schedule))
+    plan = _read(parsed.plan, Plan.from_text)
+    schedule = _read(parsed.schedule, from_json)
     print(gap_text(program, plan, schedule, parsed.most))
 
 
@@ -590,6 +614,22 @@ def _host_link(parsed: argparse.Namespace) -> HostLink | None:
 
     # 10⁹ bytes/s is a byte a ns.
     return None if parsed.host_link is None else HostLink(parsed.host_link)
+
+
+def _read(path: Path, parse: Callable[[str], Read]) -> Read:
+    """What a file holds.
+
+    Raises:
+        DTRError: if it holds something else, with the name of the file.
+    """
+    return _parsed(path, _read_text(path), parse)
+
+
+def _parsed(path: Path, text: str, parse: Callable[[str], Read]) -> Read:
+    try:
+        return parse(text)
+    except (PlanError, ProgramError) as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def _read_text(path: Path) -> str:
@@ -602,7 +642,7 @@ def _read_text(path: Path) -> str:
 def _read_program(path: Path) -> Program:
     from dtrcompile.passes.program.io import from_json
 
-    return from_json(_read_text(path))
+    return _read(path, from_json)
 
 
 def _print_stats(program: Program, plan: Plan, *, file: TextIO) -> None:

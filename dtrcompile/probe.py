@@ -7,6 +7,7 @@ report changes.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,12 @@ from dtrcompile.passes.device.optimizer_step import (
     innermost,
     step_requests,
 )
-from dtrcompile.passes.errors import CaptureError, InfeasibleBudgetError, wrapped_error
+from dtrcompile.passes.errors import (
+    CaptureError,
+    InfeasibleBudgetError,
+    OptionError,
+    wrapped_error,
+)
 from dtrcompile.passes.fitting.fit import Outcome
 from dtrcompile.passes.inductor.step import device_of
 from dtrcompile.passes.target.tracing import not_traced
@@ -88,6 +94,7 @@ def _planned(
     asked: Asked,
     dynamic_dimensions: Mapping[int, int],
 ) -> ProbedPlan:
+    _check_call(model, inputs)
     marked: list[Any] = list(inputs)
     for index, dimension in dynamic_dimensions.items():
         value = marked[index]
@@ -118,6 +125,27 @@ def _planned(
             f" planned beforehand: {_told(error)} (TORCH_LOGS=graph_breaks says where)"
         ) from error
     raise CaptureError("the model computes nothing that needs a gradient, so nothing was planned")
+
+
+def _check_call(model: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    """Whether the model takes these inputs at all.
+
+    Raises:
+        OptionError: if not.
+    """
+    called = model.forward if isinstance(model, torch.nn.Module) else model
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # a builtin, say
+        return
+    try:
+        signature.bind(*inputs)
+    except TypeError as error:
+        raise OptionError(
+            f"the model cannot be called with these inputs, {len(inputs)} in all: {error}. They are"
+            " its positional arguments, one by one; for others, give a module that calls the"
+            " model with them."
+        ) from error
 
 
 def _reserved_bytes(

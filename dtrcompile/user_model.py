@@ -46,7 +46,7 @@ def user_model(name: str, batch: int | None = None, length: int | None = None) -
         raise OptionError(
             f"there is no module {module_name!r} in {folder} or among the installed packages."
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise OptionError(f"{module_name} cannot be imported: {_told(error)}") from error
     for part in path.split("."):
         if not hasattr(found, part):
@@ -63,7 +63,9 @@ def user_model(name: str, batch: int | None = None, length: int | None = None) -
         )
     try:
         returned = found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, SystemExit) and not _users_frames(error):
+            raise OptionError(f"{name} has to be called without arguments: {error}.") from error
         raise OptionError(f"{name} raised {_told(error)}") from error
     return _of_returned(name, returned)
 
@@ -77,9 +79,13 @@ def _of_returned(name: str, returned: Any) -> UserModel:
     return UserModel(model, tuple(inputs))
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An exception in one line, with the innermost line of its traceback."""
     text = " ".join(str(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = _users_frames(error)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {text}{where}"
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]

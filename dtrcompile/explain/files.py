@@ -84,9 +84,10 @@ def from_json(text: str) -> Explained:
             buffers=tuple(ScheduledBuffer(**entry) for entry in data["buffers"]),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
+        found = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise ProgramError(
             "not an explanation that dtrcompile wrote (DTRCOMPILE_ARTIFACTS writes"
-            f" graph*-explanation.json): {error}"
+            f" graph*-explanation.json): {found}"
         ) from error
 
 

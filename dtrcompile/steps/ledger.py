@@ -638,7 +638,7 @@ class Ledger:
                 is_held = graph.own_bytes(graph.planned) is not None
                 log.warning(
                     "%s of gradients from an earlier backward are still in .grad while another step"
-                    " runs: %s. If they are not meant to be added up, call"
+                    " runs: %s. That is right where gradients are accumulated; elsewhere, call"
                     " optimizer.zero_grad(set_to_none=True) before each step.",
                     format_bytes(graph.kept_bytes),
                     "they come off the budget" if is_held else "it holds as much more",

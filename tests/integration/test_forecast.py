@@ -255,6 +255,18 @@ def _raises(x):
         raise ValueError("a batch of two is too small")
     return x.exp()
 
+def of_two(x, y):
+    return (x * y).sum()
+
+def gives_one():
+    return of_two, torch.ones(2)
+
+def takes_one(n):
+    return breaks()
+
+def exits():
+    raise SystemExit(7)
+
 nothing = None
 wrong = lambda: 3
 """
@@ -311,6 +323,9 @@ def test_commands_on_a_users_model(
         ("MODULE:nothing", "cannot be called"),
         ("MODULE:wrong", "returned int"),
         ("MODULE:fails", "RuntimeError: no data"),
+        ("MODULE:takes_one", "has to be called without arguments: takes_one() missing 1 required"),
+        ("MODULE:exits", "raised SystemExit: 7"),
+        ("MODULE:gives_one", "cannot be called with these inputs, 1 in all: missing a required"),
         ("MODULE:breaks", "one graph"),
         ("MODULE:raises", "it raises ValueError('a batch of two is too small')"),
         ("MODULE:", "module:callable"),

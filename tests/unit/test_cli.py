@@ -130,8 +130,12 @@ def test_plan_to_a_file_and_replay_of_it(
             "Did you mean 'h_dtr_eq'?",
         ),
         (["plan", "MISSING", "--budget", "1kB"], "No such file"),
+        (["plan", "train"], "train: No such file or directory. If a model is meant"),
         (["plan", "BINARY", "--budget", "1kB"], "is not a text file"),
-        (["plan", "PLAN", "--budget", "1kB"], "not a JSON text"),
+        (["plan", "PLAN", "--budget", "1kB"], "plan.txt: not a JSON text"),
+        (["explain", "OTHER"], "other.json: not an explanation"),
+        (["compare", "OTHER"], "compare needs two explanation files"),
+        (["sweep", "m:f", "--plot", "FOLDER"], "is a folder; name a file in it"),
         (["plan", "OTHER", "--budget", "1kB"], "the program has no 'format'"),
         (["plan", "PROGRAM", "--device", "H100-80GB"], "--device: plan has no use for it with a"),
         (["plan", "PROGRAM", "--budget", "1kB", "--json"], "--json: plan has no use for it"),
@@ -161,6 +165,7 @@ def test_mistakes_give_one_message_and_no_traceback(
         "BINARY": tmp_path / "binary",
         "PLAN": tmp_path / "plan.txt",
         "OTHER": tmp_path / "other.json",
+        "FOLDER": tmp_path,
     }
     files["BINARY"].write_bytes(b"\xff\xfe\x00")
     files["PLAN"].write_text("dtrcompile-plan 1\nprogram 0123\nplanner x\n", encoding="utf-8")
