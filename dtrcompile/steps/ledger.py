@@ -513,7 +513,9 @@ class Ledger:
         """Plan and compile the graphs of a step for what was seen of it; refuse them if it does
         not fit."""
         # A refusal is not raised here: the caller may belong to another model.
-        self.compile_or_refuse(self.step_of(form), form.calls)
+        step = self.step_of(form)
+        step.show_peak()
+        self.compile_or_refuse(step, form.calls)
 
     def compile_or_refuse(
         self, step: TrainingStep, calls: Sequence[GraphCall]
@@ -527,8 +529,6 @@ class Ledger:
             The refusal, which every later call of these graphs raises; None if the step fits.
         """
         watching.take_no_more_lines()
-        if self.options.is_share:
-            step.show_peak()
         try:
             step.compile()
         except InfeasibleBudgetError as refusal:

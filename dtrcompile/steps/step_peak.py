@@ -22,13 +22,14 @@ class StepPeak:
     """Of one model; compared by identity.
 
     Attributes:
-        size_bytes: the largest that was seen, of one graph or of a step of several; 0 before the
-            first training step.
+        size_bytes: the largest that was seen of one graph, 0 before the first training step.
+        of_several_bytes: of a step of several graphs, once such a step was over.
         around_bytes: what is there when an optimizer steps: constants and results.
         may_train: a parameter of the model wants a gradient, so a training step may come.
     """
 
     size_bytes: int = 0
+    of_several_bytes: int = 0
     may_train: bool = False
     around_bytes: int = 0
 
@@ -37,9 +38,14 @@ class StepPeak:
         self.size_bytes = max(self.size_bytes, size_bytes)
         self.around_bytes = max(self.around_bytes, around_bytes)
 
+    def see_several(self, size_bytes: int) -> None:
+        """A training step of several graphs held this much without a budget."""
+        self.of_several_bytes = max(self.of_several_bytes, size_bytes)
+
     def see_all(self, other: StepPeak) -> None:
         """What was seen of the same model under other options."""
         self.see(other.size_bytes, other.around_bytes)
+        self.see_several(other.of_several_bytes)
 
     def has_to_wait(self, options: Options, *, trains: bool) -> bool:
         """Whether a graph's budget is a share of a training step that is still to come."""
@@ -70,7 +76,8 @@ class StepPeak:
             return beside.whole_bytes(unbudgeted_bytes, 0)
         step_bytes = unbudgeted_bytes
         if self.size_bytes:
-            step_bytes = max(self.size_bytes, unbudgeted_bytes if trains else 0)
+            seen_bytes = max(self.size_bytes, self.of_several_bytes)
+            step_bytes = max(seen_bytes, unbudgeted_bytes if trains else 0)
         whole_bytes = beside.whole_bytes(step_bytes, self.around_bytes)
         return options.resolve_budget_bytes(whole_bytes, available_bytes)
 

@@ -285,7 +285,7 @@ class TrainingStep:
         if self.most_calls < 2 or not any(planned_of(g).trains for g in self.graphs):
             return
         for graph in self.graphs:
-            graph.step_peak.see(self.baseline_peak_bytes())
+            graph.step_peak.see_several(self.baseline_peak_bytes())
 
     def baseline_peak_bytes(self) -> int:
         """What the graphs hold together without a budget."""
@@ -295,13 +295,11 @@ class TrainingStep:
     def budget_bytes(self) -> int | None:
         """The options', of this step; None for the smallest.
 
-        A share is one of the largest step that the models were seen in, as for one graph.
+        A share is one of the largest step of several graphs that the models were seen in.
         """
-        seen = [g.step_peak for g in self.graphs]
-        peak_bytes = max(self.baseline_peak_bytes(), *(s.size_bytes for s in seen))
-        around_bytes = max(
-            *(form.around_bytes for form in self.forms), *(s.around_bytes for s in seen)
-        )
+        seen_bytes = max(g.step_peak.of_several_bytes for g in self.graphs)
+        peak_bytes = max(self.baseline_peak_bytes(), seen_bytes)
+        around_bytes = max(form.around_bytes for form in self.forms)
         whole_bytes = self.beside.whole_bytes(peak_bytes, around_bytes)
         return self.options.resolve_budget_bytes(whole_bytes, self.planned(0).available_bytes)
 
