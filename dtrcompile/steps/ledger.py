@@ -843,7 +843,8 @@ class Ledger:
         note = f"beside {format_bytes(outside_bytes)} that the caller and other graphs hold"
         tangent_bytes = planned.program.tangent_bytes
         # Nobody holds what is returned a second time.
-        handed_on = replace(ALL_HANDED_ON, tangents=self.handed_on(waiting).tangents)
+        holds_more = waiting.call is not None and holds_more_tangents(waiting.call, planned)
+        handed_on = replace(ALL_HANDED_ON, tangents=not holds_more)
         for more_bytes in (0, tangent_bytes):
             chosen = planned_of(graph).handing_on_at_most(handed_on).chosen
             # The tangents are there while forward runs.
@@ -933,6 +934,16 @@ def unforeseen_bytes(waiting: Waiting, planned: Planned) -> int:
     if holds_tangents(call, planned.assignment):
         held_bytes += planned.program.tangent_bytes
     return held_bytes
+
+
+def holds_more_tangents(call: GraphCall, planned: Planned) -> bool:
+    """Whether more objects hold the tangents than in the step that was looked at.
+
+    Without such a step nobody knows: what holds the gradient of a sum holds a single number.
+    """
+    assignment = planned.assignment
+    is_known = assignment.handed_on.tangents and bool(assignment.holders)
+    return is_known and call.holders > assignment.holders
 
 
 def holds_tangents(call: GraphCall, assignment: Assignment) -> bool:
