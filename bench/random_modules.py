@@ -77,6 +77,18 @@ def fewest_moves(seed: int, failing: Callable[[Case], object]) -> int:
     return MOST_MOVES
 
 
+def leave_earlier_modules() -> None:
+    """Have Python's cycle collector look no more at what there is, which is no garbage.
+
+    The ledger collects garbage often.  PyTorch remembers the fake tensors of earlier modules for
+    the whole process, with all that it knows of their symbols: looking at that took half the time.
+    """
+    torch._dynamo.reset()
+    FakeTensorMode.cache_clear()
+    gc.collect()
+    gc.freeze()
+
+
 def main() -> int:
     """Command line; exits with 1 if anything was found."""
     assert __doc__ is not None
@@ -95,13 +107,13 @@ def main() -> int:
     logging.getLogger("dtrcompile").setLevel(logging.ERROR)
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     torch.set_num_threads(1)  # several add an embedding's gradients in any order
-    gc.freeze()  # the ledger collects garbage often, and PyTorch's modules are none
     seen: collections.Counter[str] = collections.Counter()
     failed: list[str] = []
     given_up: list[int] = []
     start = time.perf_counter()
 
     def attempt(seed: int, what: str, run: Callable[[Case], object]) -> None:
+        leave_earlier_modules()
         try:
             with limited(arguments.limit_s):
                 word = run(Case(seed))
@@ -113,12 +125,6 @@ def main() -> int:
             failed.append(f"{seed} ({what}, {moves} moves)")
             print(f"\nseed {seed}, {what}: {Case(seed, moves).made()[0].text}", flush=True)
             traceback.print_exc(limit=-3, file=sys.stdout)
-        # PyTorch remembers fake tensors for the whole process, with all that it knows of their
-        # symbols.  Looking at that, whenever the ledger collects garbage, took half of the time.
-        torch._dynamo.reset()
-        FakeTensorMode.cache_clear()
-        gc.collect()
-        gc.freeze()
 
     for done in range(count):
         seed = arguments.seed + done

@@ -458,11 +458,12 @@ def _compare(parsed: argparse.Namespace) -> None:
                 "compare needs two explanation files and no --budget, or a module:callable and"
                 " --budget twice."
             )
-        texts = {path: _read_text(path) for path in map(Path, (parsed.first, parsed.second))}
+        paths = [Path(parsed.first), Path(parsed.second)]
+        texts = [_read_text(path) for path in paths]
         _refuse_ignored(parsed, _OF_A_MODEL, "an explanation file")
         first, second = (
-            _parsed(path, texts[path], Explanation.from_json)
-            for path in map(Path, (parsed.first, parsed.second))
+            _parsed(path, text, Explanation.from_json)
+            for path, text in zip(paths, texts, strict=True)
         )
     print(first.compared_with(second, parsed.rows))
 

@@ -838,12 +838,13 @@ class Ledger:
         Raises:
             InfeasibleBudgetError: if no plan fits in that.
         """
+        call = waiting.call
         # Its outputs may be with the caller, beside those that are computed again.
-        outside_bytes += planned.returned_bytes if waiting.call is None else waiting.call.live_bytes
+        outside_bytes += planned.returned_bytes if call is None else call.live_bytes
         note = f"beside {format_bytes(outside_bytes)} that the caller and other graphs hold"
         tangent_bytes = planned.program.tangent_bytes
         # Nobody holds what is returned a second time.
-        holds_more = waiting.call is not None and holds_more_tangents(waiting.call, planned)
+        holds_more = call is not None and holds_more_tangents(call, planned.assignment)
         handed_on = replace(ALL_HANDED_ON, tangents=not holds_more)
         for more_bytes in (0, tangent_bytes):
             chosen = planned_of(graph).handing_on_at_most(handed_on).chosen
@@ -914,9 +915,8 @@ def _naming_at_most(needed_bytes: int, budget_bytes: int) -> Iterator[None]:
     except InfeasibleBudgetError as refusal:
         if _minimum_of(refusal) <= needed_bytes:
             raise
-        advice = refusal.advice
         raise InfeasibleBudgetError(
-            budget_bytes, minimum_bytes=needed_bytes, advice=advice
+            budget_bytes, minimum_bytes=needed_bytes, advice=refusal.advice
         ) from None
 
 
@@ -936,12 +936,11 @@ def unforeseen_bytes(waiting: Waiting, planned: Planned) -> int:
     return held_bytes
 
 
-def holds_more_tangents(call: GraphCall, planned: Planned) -> bool:
+def holds_more_tangents(call: GraphCall, assignment: Assignment) -> bool:
     """Whether more objects hold the tangents than in the step that was looked at.
 
     Without such a step nobody knows: what holds the gradient of a sum holds a single number.
     """
-    assignment = planned.assignment
     is_known = assignment.handed_on.tangents and bool(assignment.holders)
     return is_known and call.holders > assignment.holders
 
@@ -951,7 +950,7 @@ def holds_tangents(call: GraphCall, assignment: Assignment) -> bool:
     if not assignment.handed_on.tangents:
         return False
     if assignment.holders:  # of the step that was looked at
-        return call.holders > assignment.holders
+        return holds_more_tangents(call, assignment)
     return not assignment.more_follow and not are_unheld(call.holders)
 
 

@@ -284,8 +284,9 @@ class TrainingStep:
         """
         if self.most_calls < 2 or not any(planned_of(g).trains for g in self.graphs):
             return
+        peak_bytes = self.baseline_peak_bytes()
         for graph in self.graphs:
-            graph.step_peak.see_several(self.baseline_peak_bytes())
+            graph.step_peak.see_several(peak_bytes)
 
     def baseline_peak_bytes(self) -> int:
         """What the graphs hold together without a budget."""
