@@ -198,6 +198,16 @@ def backward_calls() -> list[tuple[FrameType, list[Any]]]:
     return found
 
 
+def given_bytes(frame: FrameType) -> int:
+    """Of the gradients that a call of autograd's engine was given; a view counts what it views."""
+    gradients, *_ = frame.f_locals.get("args") or [()]
+    return sum(
+        g.untyped_storage().nbytes()
+        for g in gradients
+        if isinstance(g, torch.Tensor) and g.layout is torch.strided
+    )
+
+
 def nodes_outside(roots: list[Any], node: Any) -> list[Any] | None:
     """Autograd's nodes from ``roots`` to the first compiled graphs; None if ``node`` is not among
     these."""

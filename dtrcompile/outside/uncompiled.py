@@ -30,7 +30,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtrcompile.outside.loss import backward_calls, nodes_outside, output_bytes, saves
+from dtrcompile.outside.loss import (
+    backward_calls,
+    given_bytes,
+    nodes_outside,
+    output_bytes,
+    saves,
+)
 from dtrcompile.passes.errors import DTRError, format_bytes
 from dtrcompile.passes.torch_private import (
     BackendCompilerFailed,
@@ -308,12 +314,16 @@ def look_at_backward(node: Any, peak_bytes: int, saved_bytes: int, called_at: st
 
     def arrived(_gradients: Any) -> None:
         handle.remove()
-        for frame, roots in backward_calls():
+        calls = backward_calls()
+        for frame, roots in calls:
             outside = _computed_outside(roots, reference())
             if outside is not None:
                 if keeps_graph():
                     _tell_of_retained(saved_bytes, peak_bytes, _where(frame))
                 _tell_of_loss(outside, peak_bytes, _where(frame), called_at)
+                # (Where a backward runs inside of another, autograd computed what it was given.)
+                if len(calls) == 1:
+                    _tell_of_given(given_bytes(frame), peak_bytes, _where(frame), called_at)
                 return
 
     handle = node.register_prehook(arrived)
@@ -344,6 +354,18 @@ def _tell_of_loss(outside: Mapping[str, int], peak_bytes: int, where: str, calle
         " estimated and not planned. Compute the loss in the compiled model or function, and it is"
         " planned too",
     )
+
+
+def _tell_of_given(gradient_bytes: int, peak_bytes: int, where: str, called_at: str) -> None:
+    if gradient_bytes >= _WORTH_SAYING * peak_bytes:
+        tell(
+            "loss",
+            where,
+            f"backward is given a gradient of {format_bytes(gradient_bytes)} for what the model"
+            f" returned at {called_at}. What computed the gradient is not known to autograd here,"
+            " so what that held is neither planned nor part of the promise. Compute the loss in the"
+            " compiled model or function, or set the bytes aside with 'reserve'",
+        )
 
 
 def _computed_outside(roots: list[Any], node: Any) -> dict[str, int] | None:

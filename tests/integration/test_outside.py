@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import dtrcompile
 from dtrcompile.outside.uncompiled import forget, graph_break, told
@@ -230,6 +231,34 @@ def test_a_loss_outside() -> None:
     # 4 x 64 probabilities in float32, and one loss.
     assert "LogSoftmax" in message and "1.0 KiB" in message
     assert f"at {line_of(test_a_loss_outside, 'cross_entropy')}" in message
+
+
+def test_a_gradient_that_is_given_by_hand() -> None:
+    compiled = compile_dtr(nn.Linear(WIDTH, 64), "100%")
+    for _ in range(2):
+        y = compiled(batch())
+        given = y.detach().requires_grad_()
+        F.cross_entropy(given, torch.zeros(4, dtype=torch.long)).backward()
+        y.backward(given.grad)
+    (message,) = told()
+    where = line_of(test_a_gradient_that_is_given_by_hand, "y.backward(given.grad)")
+    assert message.startswith(where), message
+    assert "a gradient of 1.0 KiB" in message and "'reserve'" in message
+    called_at = line_of(test_a_gradient_that_is_given_by_hand, "y = compiled(batch())")
+    assert f"at {called_at}" in message
+
+
+def test_a_gradient_of_nothing_but_ones_is_no_news() -> None:
+    y = compile_dtr(nn.Linear(WIDTH, 64), "100%")(batch())
+    y.backward(torch.ones(()).expand_as(y))
+    assert not told()
+
+
+def test_a_gradient_that_autograd_gives_inside_of_a_checkpoint() -> None:
+    compiled = compile_dtr(nn.Linear(WIDTH, WIDTH), "100%")
+    x = batch().requires_grad_()
+    checkpoint(compiled, x, use_reentrant=True).mul(2).sum().backward()
+    assert not told()
 
 
 def test_nothing_waits_for_a_backward_that_never_comes() -> None:
