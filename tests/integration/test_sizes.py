@@ -90,6 +90,20 @@ def test_a_share_is_not_one_of_sizes_that_only_a_plan_was_made_for() -> None:
     assert max(peaks) <= 0.6 * baseline_bytes
 
 
+def test_few_plans_are_compiled_that_the_call_may_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a share of the step, a plan for larger sizes often holds more than the share of the
+    call's, because parameters do not grow with them."""
+    layers = [layer for _ in range(5) for layer in (nn.Linear(48, 48), nn.GELU())]
+    module = nn.Sequential(*layers, nn.Linear(48, 100))
+    compiled = compile_dtr(module, "85%", dynamic=None)
+    for n in (96, 64, 96):
+        module.zero_grad()
+        labels = torch.zeros(n, dtype=torch.long)
+        nn.functional.cross_entropy(compiled(torch.randn(n, 48)), labels).backward()
+    compilations = [m for m in caplog.messages if m.startswith("compiling the graph once more")]
+    assert len(compilations) == 2  # for 192 rows, which does not do, and for the call's
+
+
 def test_a_share_of_two_models_is_one_of_their_largest_step_together() -> None:
     """A shorter last batch makes new graphs of both, whose own share would be too small."""
     models = [
