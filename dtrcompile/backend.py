@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from dtrcompile.compilation.probing import is_probing
+from dtrcompile.compilation.probing import ProbedPlan, is_probing
 from dtrcompile.compilation.source import GraphSource
 from dtrcompile.dynamo_errors import for_dynamo
 from dtrcompile.options import Options, defaults_used, forget_defaults_used
@@ -118,18 +118,22 @@ class _Parts:
         self.step_peak = step_peak
         source = self.source.under(options, step_peak)
         symbols = source.symbols
-        with ledger.surroundings.seeing(parameters, self.device, options):
-            return SharedGraph(
-                ledger,
-                source.compile,
-                self.more_follow,
-                graph=source.graph,
-                symbols=symbols,
-                step_peak=step_peak,
-                parameters=parameters,
-                received=self.received,
-                returned=self.returned,
-            )
+        try:
+            with ledger.surroundings.seeing(parameters, self.device, options):
+                return SharedGraph(
+                    ledger,
+                    source.compile,
+                    self.more_follow,
+                    graph=source.graph,
+                    symbols=symbols,
+                    step_peak=step_peak,
+                    parameters=parameters,
+                    received=self.received,
+                    returned=self.returned,
+                )
+        except ProbedPlan as planned:
+            planned.loss_bytes = self.returned.loss_bytes
+            raise
 
 
 def _received_bytes(gm: fx.GraphModule) -> list[int]:

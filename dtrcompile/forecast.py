@@ -69,6 +69,9 @@ class Forecast:
             fits.
         chunks: what is computed in chunks, and in how many.
         refusal: why no plan fits; None if one does.
+        loss_bytes: about what a loss would hold at most that is computed from what the model
+            returns, outside of the graph; it is in none of the peaks.  0 if the model returns a
+            loss.
     """
 
     budget: str
@@ -86,6 +89,7 @@ class Forecast:
     reserved_bytes: int | None
     chunks: tuple[str, ...] = ()
     refusal: InfeasibleBudgetError | None = field(default=None, compare=False)
+    loss_bytes: int = 0
     get_explained: Callable[[], Explained] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -142,6 +146,8 @@ class Forecast:
             ("operators take", f"{format_ns(self.cost_ns)}, {self.overhead:.3f} x the baseline's")
         )
         rows += [("in chunks", text) for text in self.chunks]
+        if self.loss_bytes:
+            rows.append(("a loss outside", _loss_text(self.loss_bytes)))
         return rows
 
 
@@ -184,7 +190,9 @@ class Sweep:
     def __str__(self) -> str:
         header = ("budget", "bytes", "peak", "of the baseline", "overhead")
         rows = [*map(_cells, self.points), *map(_stock_cells, self.stock)]
-        return text_table(header, rows, is_right=True)
+        table = text_table(header, rows, is_right=True)
+        loss_bytes = max((p.loss_bytes for p in self.points), default=0)
+        return f"{table}\na loss outside: {_loss_text(loss_bytes)}" if loss_bytes else table
 
     def to_json(self) -> str:
         """A JSON list with one object for each budget, then one for each of PyTorch's settings."""
@@ -368,6 +376,11 @@ def _budget_text(point: Forecast) -> str:
     return f"{point.budget} = {format_bytes(point.budget_bytes)}"
 
 
+def _loss_text(loss_bytes: int) -> str:
+    """Where the model returns no loss."""
+    return f"not counted; up to about {format_bytes(loss_bytes)} more"
+
+
 def _cells(point: Forecast) -> tuple[str, ...]:
     budget = "" if point.budget_bytes is None else format_bytes(point.budget_bytes)
     share = f"{point.peak_bytes / max(1, point.baseline_peak_bytes):.1%}"
@@ -438,6 +451,7 @@ def _forecast(
         reserved_bytes,
         outcome.chunks,
         refusal,
+        probed.loss_bytes,
         functools.partial(_explained, elsewhere, outcome, probed.input_names) if fits else None,
     )
 

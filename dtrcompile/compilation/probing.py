@@ -40,6 +40,8 @@ class ProbedPlan(BaseException):
         reserved_bytes: for each outcome that this is asked for, what the caching allocator of a GPU
             takes from it over some steps; None for a refusal, and on a CPU.
         stock: one for each setting of PyTorch's that was asked for.
+        loss_bytes: about what a loss of what the graph returns would hold at most, outside of it; 0
+            where a loss is among it.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ProbedPlan(BaseException):
         self.around_bytes = around_bytes
         self.reserved_bytes: Sequence[int | None] = ()
         self.stock = stock
+        self.loss_bytes = 0
 
     @property
     def outcome(self) -> Outcome:

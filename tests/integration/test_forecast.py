@@ -81,6 +81,27 @@ def test_a_forecast_is_what_the_step_is_promised(compiler: str) -> None:
     assert theirs.facts["budget"].startswith("60% = ")
 
 
+def test_a_forecast_says_that_a_loss_outside_is_not_in_it() -> None:
+    with_loss, x, labels = made()
+    model = with_loss.head
+    forecast = dtrcompile.plan(model, x, budget=10**6, compiler="eager")
+    assert forecast.loss_bytes == 4 * ROWS * 50 * 4
+    assert "a loss outside      not counted; up to about 200.0 KiB more" in str(forecast)
+    assert str(dtrcompile.Sweep((forecast,))).endswith(
+        "\na loss outside: not counted; up to about 200.0 KiB more"
+    )
+
+    def step() -> None:
+        scores = model(x)
+        nn.functional.cross_entropy(scores, labels).backward()
+
+    held_bytes = live_peak_bytes(step) + static_bytes(model, x)
+    assert forecast.peak_bytes < held_bytes <= forecast.peak_bytes + forecast.loss_bytes
+    inside = dtrcompile.plan(with_loss, x, labels, budget="60%", compiler="eager")
+    assert inside.loss_bytes == 0
+    assert "outside" not in str(inside) + str(dtrcompile.Sweep((inside,)))
+
+
 def test_a_sweep_answers_as_each_plan_does() -> None:
     model, *inputs = made()
     budgets = ["90%", "60%", 150_000, "min", "5%"]
