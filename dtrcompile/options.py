@@ -127,12 +127,18 @@ class Budget:
             )
         return budget
 
-    def resolve(self, baseline_peak_bytes: int, available_bytes: int | None = None) -> int | None:
+    def resolve(
+        self,
+        baseline_peak_bytes: int,
+        available_bytes: int | None = None,
+        mode: str | None = None,
+    ) -> int | None:
         """The amount in bytes, or None for ``"min"``.
 
         Args:
             baseline_peak_bytes: the unbudgeted peak, which a share is multiplied by.
             available_bytes: the memory that the device has free, or None if that is unknown.
+            mode: Inductor's, for what an error tells the user to pass.
 
         Raises:
             OptionError: for ``"auto"`` without ``available_bytes``.
@@ -148,11 +154,16 @@ class Budget:
                 return 0  # `beside` adds the optimizers' memory, once the optimizers are known
             case BudgetKind.AUTO:
                 if available_bytes is None:
+                    wanted: dict[str, object] = {"budget": "8GiB"}
+                    # torch.compile takes either a mode or options.
+                    instead = "" if mode is None else f" in place of mode='{mode}'"
+                    if mode is not None:
+                        wanted["inductor"] = {"mode": mode}
                     raise OptionError(
                         "a budget is needed: budget='auto' takes what a CUDA device has free, and"
-                        " this device does not say what it has. Pass options={'budget': '8GiB'} to"
-                        f" torch.compile, call dtrcompile.set_defaults(budget='8GiB'), or set"
-                        f" {BUDGET_VARIABLE}=8GiB. This graph needs"
+                        f" this device does not say what it has. Pass options={wanted} to"
+                        f" torch.compile{instead}, call dtrcompile.set_defaults(budget='8GiB'), or"
+                        f" set {BUDGET_VARIABLE}=8GiB. This graph needs"
                         f" {format_bytes(baseline_peak_bytes)} without a budget."
                     )
                 return available_bytes
@@ -401,7 +412,7 @@ class Options:
             OptionError: for ``"auto"`` without ``available_bytes``, or if the reserve is as large
                 as the budget.
         """
-        budget_bytes = self.budget.resolve(baseline_peak_bytes, available_bytes)
+        budget_bytes = self.budget.resolve(baseline_peak_bytes, available_bytes, self.inductor_mode)
         reserve_bytes = self.reserve.resolve(baseline_peak_bytes)
         if budget_bytes is None or reserve_bytes is None:
             return None

@@ -221,7 +221,7 @@ class Ledger:
             if any(isinstance(r, UnsearchedBudgetError) for r in refusals):
                 refusals = self.refusals_of(graph, more_follow)
         if refusals:
-            raise self.advised(min(refusals, key=_minimum_of), more_follow)
+            raise self.advised(graph, min(refusals, key=_minimum_of), more_follow)
 
     def refusals_of(
         self, graph: SharedGraph, more_follow: bool, *, name_minimum: bool = True
@@ -372,11 +372,13 @@ class Ledger:
         )
         return replace(assignment, others=others, handed_on=ALL_HANDED_ON)
 
-    def advised(self, refusal: InfeasibleBudgetError, more_follow: bool) -> InfeasibleBudgetError:
+    def advised(
+        self, graph: SharedGraph, refusal: InfeasibleBudgetError, more_follow: bool
+    ) -> InfeasibleBudgetError:
         """For a graph that may be one of several."""
         if more_follow or self.waiting_calls():
             advice = _FIRST_STEP
-        elif self.options.budget.kind is BudgetKind.SHARE:
+        elif self.options.budget.kind is BudgetKind.SHARE and not graph.returned.has_loss:
             advice = _SHARE_OF_ONE.format(self.options.budget)
         else:
             return refusal
@@ -578,7 +580,7 @@ class Ledger:
                 self.save_least(graph, planned)
             except InfeasibleBudgetError as refusal:
                 if not self.release_saved():
-                    raise self.advised(refusal, more_follow=True) from None
+                    raise self.advised(graph, refusal, more_follow=True) from None
                 log.info(_RELEASED)
             else:
                 return

@@ -721,6 +721,13 @@ def test_a_share_that_one_graph_cannot_keep_may_be_meant_for_more() -> None:
             x = block(x)
 
 
+def test_a_graph_that_returns_the_loss_is_not_taken_for_one_of_several() -> None:
+    block, x = Block(), torch.randn(BATCH, WIDTH)
+    with raises_dtr(InfeasibleBudgetError) as refused:
+        compile_dtr(lambda x: block(x).sum(), "20%", compiler="eager")(x)
+    assert "'several_graphs'" not in str(refused[0])
+
+
 def test_a_refusal_within_the_first_step_says_that_the_step_may_need_more() -> None:
     module, x = nn.Sequential(Block(), Block()), torch.randn(BATCH, WIDTH)
     compile_dtr(module[0], "min", compiler="eager")(x).sum().backward()

@@ -105,6 +105,13 @@ def test_auto_without_a_known_device_says_that_a_budget_is_needed() -> None:
         Budget.parse("auto").resolve(3 * MIB)
 
 
+def test_a_mode_without_a_budget_is_told_where_the_mode_goes() -> None:
+    options = Options.parse({"inductor": {"mode": "max-autotune"}})
+    wanted = "{'budget': '8GiB', 'inductor': {'mode': 'max-autotune'}}"
+    with pytest.raises(OptionError, match=f"options={wanted} .* in place of mode='max-autotune'"):
+        options.resolve_budget_bytes(3 * MIB)
+
+
 @pytest.mark.parametrize(
     ("given_value", "message"),
     [
