@@ -118,8 +118,11 @@ def check_reports(budget: object) -> None:
         # The plans of a graph of any size, made before its loss was seen, are used for a while.
         is_from_before = any("seemed to be less room" in note for note in report.notes)
         if not (is_provisional or is_from_before):
-            assert report.promised_peak_bytes <= report.baseline_peak_bytes, str(report)
-            assert report.step_peak_bytes <= report.baseline_step_peak_bytes, str(report)
+            # Only for a smaller step does a graph hold more by itself.
+            ours = (report.step_peak_bytes, report.promised_peak_bytes)
+            assert ours <= (report.baseline_step_peak_bytes, report.baseline_peak_bytes), str(
+                report
+            )
         assert sum(report.promised_split.values()) == report.promised_peak_bytes, str(report)
         assert report.overhead >= 1.0, str(report)
         needed = report.baseline_step_peak_bytes
