@@ -24,7 +24,7 @@ import math
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from dtrcompile.passes.errors import OptionError
-from dtrcompile.passes.nodes import Role, hint, is_on_cpu, map_by_name, packet, role
+from dtrcompile.passes.nodes import Role, expression, hint, is_on_cpu, map_by_name, packet, role
 from dtrcompile.passes.torch_private import disable_modes
 
 log = logging.getLogger("dtrcompile.costs")
@@ -60,6 +60,37 @@ class CostModel(ABC):
             inputs: nodes outside whose storages it reads.
             outputs: the nodes whose values it writes to memory.
         """
+
+
+def cost_form(nodes: Nodes, inputs: Nodes, outputs: Nodes) -> Hashable:
+    """Equal for two operators that cost the same, whatever values the graph's symbols have.
+
+    They compute the same of tensors of the same type, whose sizes and strides are the same
+    expressions in the symbols; the names of nodes are not in it.  Arguments as those of
+    `CostModel.cost_ns`.
+    """
+    numbers: dict[fx.Node, int] = {}
+
+    def form(value: object) -> Hashable:
+        if isinstance(value, fx.Node):
+            if value.op == "get_attr":
+                return value.target  # a graph of its own, for example
+            return numbers.setdefault(value, len(numbers)), form(value.meta.get("val"))
+        if isinstance(value, torch.Tensor):
+            sizes = tuple(map(expression, value.shape))
+            strides = tuple(map(expression, _strides(value)))
+            return str(value.dtype), value.device.type, str(value.layout), sizes, strides
+        if isinstance(value, torch.types.py_sym_types):
+            return str(value.node.expr)
+        if isinstance(value, list | tuple):
+            return tuple(map(form, value))
+        if isinstance(value, Mapping):
+            return tuple((name, form(v)) for name, v in value.items())
+        return type(value), str(value)
+
+    read = tuple(map(form, inputs))
+    computed = tuple((str(n.target), form(n.args), form(n.kwargs), form(n)) for n in nodes)
+    return read, computed, tuple(map(form, outputs))
 
 
 # --- the device ---------------------------------------------------------------------------------

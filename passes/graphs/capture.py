@@ -15,7 +15,7 @@ what owns an operator's storage carries it as ``output_of``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from dtrcompile.passes.device.allocators import EXACT, Allocator
-from dtrcompile.passes.device.costs import CostModel
+from dtrcompile.passes.device.costs import CostModel, cost_form
 from dtrcompile.passes.errors import CaptureError
 from dtrcompile.passes.graphs.grouping import CapturedOperator, group
 from dtrcompile.passes.graphs.modules import output_arguments, placeholders
@@ -261,16 +261,30 @@ class Captured:
         """The same program at the sizes that count here (`sizes.at_sizes`)."""
         program = self.program
         sized = zip(program.storages, self.storage_bytes(), strict=True)
+        # Those of layers that are alike cost the same.
+        costs_ns = {o: self.cost_model.cost_ns(*self._priced(o)) for o in set(self._alike)}
         operators = tuple(
             replace(
-                op,
-                cost_ns=_cost_ns(self.cost_model, captured, op.inputs, self.storage_nodes),
-                workspace_bytes=_unread_output_bytes(captured),
+                program.operators[o],
+                cost_ns=costs_ns[first],
+                workspace_bytes=_unread_output_bytes(self.operators[o]),
             )
-            for op, captured in zip(program.operators, self.operators, strict=True)
+            for o, first in enumerate(self._alike)
         )
         storages = tuple(replace(storage, size_bytes=size_bytes) for storage, size_bytes in sized)
         return replace(program, storages=storages, operators=operators)
+
+    @functools.cached_property
+    def _alike(self) -> tuple[int, ...]:
+        """Of each operator, the first that costs the same at any sizes."""
+        first: dict[Hashable, int] = {}
+        forms = (cost_form(*self._priced(o)) for o in range(len(self.operators)))
+        return tuple(first.setdefault(form, o) for o, form in enumerate(forms))
+
+    def _priced(self, operator: int) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """What `CostModel.cost_ns` is asked of an operator."""
+        inputs = self.program.operators[operator].inputs
+        return _priced(self.operators[operator], inputs, self.storage_nodes)
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The node that makes the value: through a backward placeholder to the forward."""
@@ -444,7 +458,7 @@ class _ProgramBuilder:
                 mark(node, operator=o)
         for node in captured.outputs:
             mark(node, output_of=o)
-        cost_ns = _cost_ns(self.cost_model, captured, inputs, self.storage_nodes)
+        cost_ns = self.cost_model.cost_ns(*_priced(captured, inputs, self.storage_nodes))
         self.operators.append(
             Operator(
                 id=o,
@@ -584,18 +598,12 @@ def _possible(
     return until
 
 
-def _cost_ns(
-    cost_model: CostModel,
-    captured: CapturedOperator,
-    inputs: Iterable[int],
-    storage_nodes: Sequence[fx.Node],
-) -> int:
-    """What an operator costs; ``inputs`` are the storages that it reads."""
-    return cost_model.cost_ns(
-        [n for n in captured.nodes if role(n) in (Role.FUSED, Role.KERNEL)],
-        [storage_nodes[s] for s in inputs],
-        list(captured.outputs),
-    )
+def _priced(
+    captured: CapturedOperator, inputs: Iterable[int], storage_nodes: Sequence[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """What `CostModel.cost_ns` is asked of an operator; ``inputs`` are storages that it reads."""
+    kernels = [n for n in captured.nodes if role(n) in (Role.FUSED, Role.KERNEL)]
+    return kernels, [storage_nodes[s] for s in inputs], list(captured.outputs)
 
 
 def _unread_output_bytes(captured: CapturedOperator) -> int:

@@ -106,6 +106,7 @@ class Recorder:
         self.has_conditions = False
         self._moment = -1
         self._serials = 0
+        self._workspaces: dict[str, Measurable] = {}
 
     def begin(self, phase: Phase, residents: Iterable[Resident] = ()) -> None:
         """A graph is about to run: what is there from outside."""
@@ -159,7 +160,11 @@ class Recorder:
             if size_bytes:
                 self.use(size_bytes, line)
         elif may_hold_workspace(func, args):
-            workspace = _workspace_at_any_sizes(func, args, kwargs, result)
+            form = pytree.tree_map(_form, (tuple(args), dict(kwargs), result))
+            # Calls that are alike at any sizes share a term, which is then measured once.
+            workspace = self._workspaces.setdefault(
+                f"{func} {form}", _workspace_at_any_sizes(func, form)
+            )
             with at_sizes(None):
                 size_bytes = workspace.bytes_at(None)  # type: ignore[arg-type]
             self.use(size_bytes, line, size=workspace)
@@ -236,10 +241,12 @@ class _TensorForm:
     device: torch.device
 
 
-def _workspace_at_any_sizes(
-    func: object, args: Sequence[object], kwargs: Mapping[str, object], result: object
-) -> Measurable:
-    form = pytree.tree_map(_form, (tuple(args), dict(kwargs), result))
+def _workspace_at_any_sizes(func: object, form: Any) -> Measurable:
+    """What a library call holds inside.
+
+    Args:
+        form: its arguments and its result, each tensor as a `_TensorForm`.
+    """
 
     def bytes_at(sizes: Sizes | None) -> int:
         with at_sizes(sizes), FakeTensorMode(allow_non_fake_inputs=True):

@@ -7,16 +7,20 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dtrcompile
+from dtrcompile.options import Options
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.graphs.executor import clear_executor_log, executor_log
 from dtrcompile.passes.inductor.guards import noting_guards
 from dtrcompile.passes.inductor.step import strides_like
+from dtrcompile.passes.program.sizes import Sizes, at_sizes
+from dtrcompile.probe import planned_outcome
 from workloads import changing_sizes
 from workloads.training import compile_dtr, executor_checked, relative_error
 
@@ -76,6 +80,21 @@ def test_a_last_batch_leaves_the_full_ones_within_the_budget() -> None:
     # The short batch computes nothing twice, also after the plan for the full ones was made.
     ample = [r for r in dtrcompile.reports() if r.overhead == 1.0]
     assert peaks[2] == peaks[5] == peaks[8] == ample[-1].promised_peak_bytes
+
+
+def test_operators_that_are_alike_are_priced_once_at_new_sizes() -> None:
+    options = Options.parse({"budget": "100%", "compiler": "eager"})
+    inputs = (torch.randn(64, 32),)
+    captured = planned_outcome(Blocks(depth=8), inputs, options, dynamic_dimensions={0: 0}).captured
+    (symbol,) = captured.symbols
+    price = captured.cost_model.cost_ns
+    with at_sizes(Sizes.of({symbol: 5000})):
+        priced_one_by_one = captured.with_draws([]).program.operators
+        with mock.patch.object(captured.cost_model, "cost_ns", side_effect=price) as priced:
+            operators = captured.resized().operators
+    assert [o.cost_ns for o in operators] == [o.cost_ns for o in priced_one_by_one]
+    assert sum(o.cost_ns for o in operators) > captured.program.cost_ns
+    assert priced.call_count <= len(operators) // 3
 
 
 def test_a_share_is_not_one_of_sizes_that_only_a_plan_was_made_for() -> None:

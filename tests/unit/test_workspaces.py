@@ -8,7 +8,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from dtrcompile.passes.device import workspaces
 from dtrcompile.passes.device.workspaces import workspace_bytes
+from dtrcompile.passes.inductor.wrapper_run import Recorder
 from dtrcompile.passes.nodes import is_on_cpu
+from dtrcompile.passes.program.program import Phase
+from dtrcompile.passes.program.sizes import Measurable
 from dtrcompile.passes.torch_private import FakeTensorMode
 
 mm = torch.ops.aten.mm.default
@@ -96,3 +99,16 @@ def test_random_states_that_a_kernel_reads_on_the_cpu(name: str, places: list[st
     operator = getattr(torch.ops.aten, name).default
     arguments = [argument.name for argument in operator._schema.arguments]
     assert [a for a in arguments if is_on_cpu(operator, a)] == places
+
+
+def test_calls_that_are_alike_at_any_sizes_share_a_term() -> None:
+    func, kwargs = torch.ops.aten.convolution.default, {}
+    recorder = Recorder(is_symbolic=True)
+    recorder.begin(Phase.FORWARD)
+    for channels in (3, 3, 5):
+        x, weight = torch.randn(2, channels, 8, 8), torch.randn(4, channels, 3, 3)
+        args = (x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        recorder.use_workspace(func, args, kwargs, func(*args), "line")
+    terms = [e.size for e in recorder.events if isinstance(e.size, Measurable)]
+    assert len(terms) == 2 * 3  # taken and given back
+    assert len(set(terms)) == 2
