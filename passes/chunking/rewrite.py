@@ -13,7 +13,7 @@ from torch import fx
 from dtrcompile.passes.chunking.regions import Region
 from dtrcompile.passes.chunking.rows import Chunk, Rows, reshaped, rule_of, shape_of
 from dtrcompile.passes.graphs.modules import module_like
-from dtrcompile.passes.nodes import is_mutating, value
+from dtrcompile.passes.nodes import draws_random_numbers, is_mutating, value
 from dtrcompile.passes.torch_private import FakeTensor
 
 aten = torch.ops.aten
@@ -123,13 +123,8 @@ def _keeps_effects(graph: fx.Graph, blocks: Iterable[_Block]) -> bool:
             latest = max(latest, place[node])
             if is_mutating(node):
                 latest_effect = place[node]
-    draws = [place[n] for _, nodes in blocks for n in nodes if _draws(n)]
+    draws = [place[n] for _, nodes in blocks for n in nodes if draws_random_numbers(n)]
     return draws == sorted(draws)
-
-
-def _draws(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
 
 
 class _Writer:
