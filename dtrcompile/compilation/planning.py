@@ -158,19 +158,21 @@ def _plan_at_sizes(
     )
     if backward is not None:
         session.around_bytes = around_bytes(captured.program)
-    chunked = None
-    if joint is not None and options.chunking:
-        chunked = ChunkedSteps(
+
+    def chunked_steps() -> ChunkedSteps | None:
+        if joint is None or not options.chunking:
+            return None
+        return ChunkedSteps(
             joint.graph,
             joint.split,
             captured_of,
             functools.partial(_fitter, session, always_emit=True),
             num_fwd_outputs,
         )
-    fitter = _fitter(session, captured)
+
     if is_probing():
         with showing("dtrcompile"):
-            outcomes = _probed(session, fitter, chunked)
+            outcomes = _probed(session, _fitter(session, captured), chunked_steps())
             stock = [
                 _stock_split(session, joint, captured_of, share)
                 for share in asked().shares
@@ -186,15 +188,19 @@ def _plan_at_sizes(
                 session.around_bytes,
                 stock,
             )
-    try:
-        with showing(f"dtrcompile graph {session.graph}"):
-            outcome = _planned(session, fitter, chunked)
-        session.has_planned(outcome)
-    except InfeasibleBudgetError as refusal:
-        located = _located(refusal, captured, session)
-        if session.kept is not None:
-            session.kept.write_refusal(located, session.around_bytes)
-        raise located from None
+    while True:
+        fitter = _fitter(session, captured.handing_on(session.assignment.handed_on))
+        try:
+            with showing(f"dtrcompile graph {session.graph}"):
+                outcome = _planned(session, fitter, chunked_steps())
+            session.has_planned(outcome)
+            break
+        except InfeasibleBudgetError as refusal:
+            located = _located(refusal, captured, session)
+            if session.kept is not None:
+                session.kept.write_refusal(located, session.around_bytes)
+            if not session.goes_on_after(located):
+                raise located from None
     if not outcome.is_guess:
         session.note_baseline(outcome.baseline_measured)
         session.report()

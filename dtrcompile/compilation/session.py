@@ -48,14 +48,14 @@ from dtrcompile.compilation.reporting import add_compile_report, explained, leav
 from dtrcompile.explain.explained import Explained
 from dtrcompile.options import Options
 from dtrcompile.outside.surroundings import SurroundingBytes
-from dtrcompile.passes.errors import format_bytes
+from dtrcompile.passes.errors import InfeasibleBudgetError, format_bytes
 from dtrcompile.passes.fitting.fit import Limits, Outcome
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.inductor import Wrapper
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.target.devices import current_target
-from dtrcompile.steps.planned import Assignment, Details, Planned, around_bytes
+from dtrcompile.steps.planned import Assignment, Details, NextAssignment, Planned, around_bytes
 from dtrcompile.steps.step_peak import StepPeak
 from dtrcompile.steps.summary import GraphFacts, Summary
 
@@ -106,6 +106,8 @@ class Session:
         outcome: of planning; None where there was nothing to plan, or it was done earlier.
         known: what an earlier process knew of the code that PyTorch's cache loaded.
         plan_again: makes the outcome that ``known`` was written for.
+        next_assignment: told a refusal, says what else to plan the traced graph for; None for
+            nothing.
         available_bytes: what the device can give; None where it does not say.
         around_bytes: of a training step, what is there when an optimizer steps.
         graphs, wrappers: compiled so far, forward first.
@@ -127,6 +129,7 @@ class Session:
     outcome: Outcome | None = None
     known: Summary | None = None
     plan_again: Callable[[], Outcome] | None = None
+    next_assignment: NextAssignment | None = None
     available_bytes: int | None = None
     around_bytes: int = 0
     graphs: list[fx.GraphModule] = field(default_factory=list)
@@ -135,6 +138,20 @@ class Session:
     _facts: tuple[Captured, GraphFacts] | None = None
 
     # --- planning ---------------------------------------------------------------------------------
+
+    def goes_on_after(self, refusal: InfeasibleBudgetError) -> bool:
+        """Whether there is something else to plan for, which is the assignment from now on.
+
+        Compiled code is kept under what it was to be planned for when it was traced.
+        """
+        if self.next_assignment is None or self.kept is not None:
+            return False
+        following = self.next_assignment(refusal)
+        if following is None:
+            return False
+        own = self.assignment
+        self.assignment = replace(following, sizes=own.sizes, number=own.number)
+        return True
 
     def limits(self, baseline: Measured) -> Limits:
         """What the plan has to keep to, where the default split holds ``baseline``."""

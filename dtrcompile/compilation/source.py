@@ -26,7 +26,7 @@ from dtrcompile.passes.graphs.sources import input_source, readable_path
 from dtrcompile.passes.inductor.guards import noting_guards
 from dtrcompile.passes.torch_private import TensorifyState, TracingContext, tracing
 from dtrcompile.report import next_graph_index
-from dtrcompile.steps.planned import Assignment, Code
+from dtrcompile.steps.planned import Assignment, Code, NextAssignment
 from dtrcompile.steps.step_peak import StepPeak
 from dtrcompile.steps.symbols import Symbols
 
@@ -67,8 +67,16 @@ class GraphSource:
         source.graph, source.sessions = next_graph_index(), {}
         return source
 
-    def compile(self, assignment: Assignment) -> Code:
-        """Compile for an assignment."""
+    def compile(
+        self, assignment: Assignment, next_assignment: NextAssignment | None = None
+    ) -> Code:
+        """Compile for an assignment.
+
+        Args:
+            next_assignment: what else may do, where no plan for the assignment is within the
+                budget.  It need not be asked: code that is kept on disk is compiled for the
+                assignment, or not at all.
+        """
         watching.take_no_more_lines()
         sizes, step_peak = assignment.sizes, self.step_peak
         if sizes is not None:
@@ -95,6 +103,7 @@ class GraphSource:
                     plan_again=functools.partial(
                         self._planned_again, assignment, replace(step_peak)
                     ),
+                    next_assignment=next_assignment,
                 )
                 function = self._compile(session)
                 if session.state is SessionState.UNKNOWN:

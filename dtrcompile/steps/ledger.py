@@ -51,7 +51,7 @@ from dtrcompile.passes.program.replay import replay
 from dtrcompile.report import compilations
 from dtrcompile.steps.autograd_nodes import are_unheld, waits
 from dtrcompile.steps.calls import Call, emptied_now, external_bytes, input_bytes, related
-from dtrcompile.steps.planned import Assignment, Planned, is_small
+from dtrcompile.steps.planned import Assignment, NextAssignment, Planned, is_small
 from dtrcompile.steps.recording import Recording
 from dtrcompile.steps.shared_graph import GraphCall, SharedGraph, planned_of
 from dtrcompile.steps.step_peak import StepPeaks
@@ -237,16 +237,37 @@ class Ledger:
             The refusals, if no assignment fits; nothing, if one does.
         """
         refusals: list[InfeasibleBudgetError] = []
+        tighter: Iterator[tuple[Assignment, int]] | None = None
+        missing_bytes = 0
 
-        def fits(assignment: Assignment) -> bool:
-            refusal = self.refusal_of(graph, replace(assignment, names_minimum=name_minimum))
+        def fits(assignment: Assignment, next_assignment: NextAssignment | None = None) -> bool:
+            assignment = replace(assignment, names_minimum=name_minimum)
+            refusal = self.refusal_of(graph, assignment, next_assignment)
             if refusal is not None:
-                refusals.append(refusal)
+                note_refusal(refusal)
+            elif missing_bytes:
+                log.warning(_NO_ROOM_FOR_LOSS, format_bytes(missing_bytes))
             return refusal is None
+
+        def note_refusal(refusal: InfeasibleBudgetError) -> None:
+            if refusal not in refusals:
+                refusals.append(refusal)
+
+        def next_tighter(refusal: InfeasibleBudgetError) -> Assignment | None:
+            nonlocal tighter, missing_bytes
+            note_refusal(refusal)
+            if tighter is None:
+                tighter = self.tighter_assignments(
+                    graph, assignment, refusal, expects_loss=expecting_loss is not None
+                )
+            following, missing_bytes = next(tighter, (None, 0))
+            return following and replace(following, names_minimum=name_minimum)
 
         assignment = self.first_assignment(more_follow, graph)
         expecting_loss = self.expecting_loss(assignment, graph)
-        if fits(expecting_loss or assignment) and (
+        # Where nothing can be released, the next is planned without tracing the graph again.
+        may_go_on = not (more_follow or self.anything_waits())
+        if fits(expecting_loss or assignment, next_tighter if may_go_on else None) and (
             not self.is_above_any_share(graph) or fits(replace(assignment, handed_on=ALL_HANDED_ON))
         ):
             return []
@@ -260,14 +281,9 @@ class Ledger:
             expecting_loss = self.expecting_loss(assignment, graph)
             if fits(expecting_loss or assignment):
                 return []
-        if not more_follow:
-            for tighter, missing_bytes in self.tighter_assignments(
-                graph, assignment, refusals[-1], expects_loss=expecting_loss is not None
-            ):
-                if fits(tighter):
-                    if missing_bytes:
-                        log.warning(_NO_ROOM_FOR_LOSS, format_bytes(missing_bytes))
-                    return []
+        while not more_follow and (following := next_tighter(refusals[-1])) is not None:
+            if fits(following, next_tighter):
+                return []
         return refusals
 
     def may_run_forward(
@@ -312,11 +328,18 @@ class Ledger:
         )
 
     def refusal_of(
-        self, graph: SharedGraph, assignment: Assignment
+        self,
+        graph: SharedGraph,
+        assignment: Assignment,
+        next_assignment: NextAssignment | None = None,
     ) -> InfeasibleBudgetError | None:
-        """Compile a new graph.  Returns the refusal if it does not fit, None if it does."""
+        """Compile a new graph.  Returns the refusal if it does not fit, None if it does.
+
+        Args:
+            next_assignment: as of `SharedGraph.compile_first`.
+        """
         try:
-            graph.compile_first(assignment)
+            graph.compile_first(assignment, next_assignment)
         except InfeasibleBudgetError as refusal:
             return refusal
         return None

@@ -11,13 +11,14 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import sympy
 
 from dtrcompile.outside import watching
 from dtrcompile.outside.surroundings import NO_SURROUNDINGS, SurroundingBytes
 from dtrcompile.passes.device.allocators import Allocator
+from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.fitting.fit import Limits, Outcome, holding
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.fitting.sharing import GraphBytes, OtherGraphs, without_other_graphs
@@ -108,6 +109,10 @@ class Assignment:
         if is_small(own_bytes, budget_bytes, self.others.outside_bytes):
             more_follow = False
         return Limits(budget_bytes, self.others, more_follow, names_minimum=self.names_minimum)
+
+
+NextAssignment: TypeAlias = Callable[[InfeasibleBudgetError], Assignment | None]
+"""Told why no plan is within the budget, says what else to plan the same graph for."""
 
 
 def is_small(own_bytes: int, budget_bytes: int | None, outside_bytes: int) -> bool:

@@ -61,7 +61,7 @@ from dtrcompile.report import drop_report
 from dtrcompile.steps.autograd_nodes import backward_node, waits
 from dtrcompile.steps.calls import Call
 from dtrcompile.steps.family import Family, Values
-from dtrcompile.steps.planned import Assignment, Code, Planned
+from dtrcompile.steps.planned import Assignment, Code, NextAssignment, Planned
 from dtrcompile.steps.step_peak import StepPeak
 from dtrcompile.steps.symbols import Symbols
 from dtrcompile.steps.waiting import Arguments, Waiting
@@ -80,7 +80,14 @@ _SERIALS = itertools.count()
 # What is returned is much if it is this part of the smallest peak.
 _LARGE_RETURNED_PART = 0.02
 
-Compile = Callable[[Assignment], Code]
+
+class Compile(Protocol):
+    """Compiles a graph; see `dtrcompile.compilation.source.GraphSource.compile`."""
+
+    def __call__(
+        self, assignment: Assignment, next_assignment: NextAssignment | None = None
+    ) -> Code:
+        """Compile it for an assignment, or for the next where that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -550,14 +557,19 @@ class SharedGraph:
     def _forget(self, node: weakref.ref[Any]) -> None:
         self.waiting.pop(node, None)
 
-    def compile_first(self, assignment: Assignment) -> None:
+    def compile_first(
+        self, assignment: Assignment, next_assignment: NextAssignment | None = None
+    ) -> None:
         """Compile it for the first time.
+
+        Args:
+            next_assignment: what else may do, if no plan fits; it need not be asked.
 
         Raises:
             InfeasibleBudgetError: if no plan fits.
         """
         self.assignment = assignment
-        self.use(self.compile_with(assignment))
+        self.use(self.compile_with(assignment, next_assignment))
 
     def compile_again(self, assignment: Assignment) -> None:
         """Compile it for another assignment, and use that code from the next call on.

@@ -168,6 +168,7 @@ class TrainingStep:
             for graph in self.graphs
         ]
         self._planned: dict[int, tuple[Planned, Planned]] = {}
+        self._refused: list[tuple[int, Assignment, InfeasibleBudgetError]] = []
         planner: Planner = make_planner(options.planner, **options.planner_options())
         # To find who may keep what; the compilation plans with all candidates.
         self.quick = planner.for_minimum()
@@ -480,10 +481,25 @@ class TrainingStep:
             graph, code = self.graphs[i], self.graphs[i].code
             others = self.other_graphs_of_calls(held, i, peak_bytes)
             # (A share without a number would be one of this graph's peak, not of the step's.)
-            graph.compile_again(self.assignment(enough_bytes or None, others, i))
+            self.compile_again(i, self.assignment(enough_bytes or None, others, i))
             held[i] = self.planned(i).chosen
             if self.peak(held) >= peak_bytes:
                 graph.use(code)
+
+    def compile_again(self, i: int, assignment: Assignment) -> None:
+        """Compile a graph for another assignment; what was refused before is so at once.
+
+        Raises:
+            InfeasibleBudgetError: if no plan fits.
+        """
+        for refused, refused_for, refusal in self._refused:
+            if refused == i and refused_for == assignment:
+                raise refusal
+        try:
+            self.graphs[i].compile_again(assignment)
+        except InfeasibleBudgetError as refusal:
+            self._refused.append((i, assignment, refusal))
+            raise
 
     def can_be_smaller(self, i: int, others: OtherGraphs, peak_bytes: int) -> bool:
         """Whether a graph at which the step's peak occurs was compiled beside other graphs."""
@@ -582,7 +598,7 @@ class TrainingStep:
             if fits_as_it_is:
                 graph.keep(assignment)
             else:
-                graph.compile_again(assignment)
+                self.compile_again(i, assignment)
             held[i] = self.planned(i).chosen
         peak = self.peak(held)
         log.info(

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import dtrcompile
 from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.torch_private import counters
 from workloads.training import RELEASE, compile_dtr, live_peak_bytes, static_bytes
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -217,6 +218,22 @@ def test_a_step_with_no_room_for_its_loss_is_refused_before_the_second() -> None
     again = Loop(focal, named_bytes)
     again.step_bytes()
     assert max(again.step_bytes() for _ in range(2)) <= named_bytes + SMALL_BYTES
+
+
+def test_a_graph_is_traced_once_whatever_room_its_loss_may_need() -> None:
+    """A loss like most others, one of an output that is given up, none: all are refused."""
+    counters.clear()
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        Loop(focal, 400_000).step_bytes()
+    assert counters["aot_autograd"]["total"] == 1
+    smallest = Loop(focal, refusal.value.minimum_bytes)
+    counters.clear()
+    smallest.step_bytes()
+    assert counters["aot_autograd"]["total"] == 1
+    # The loss has been seen, and there is no room for it: that is one more.
+    with pytest.raises(InfeasibleBudgetError, match="outside of the graphs"):
+        smallest.step_bytes()
+    assert counters["aot_autograd"]["total"] == 2
 
 
 def test_where_only_the_model_fits_the_first_step_runs_with_a_warning(
