@@ -9,12 +9,12 @@ from torch import fx, nn
 
 from dtrcompile.passes.device.costs import make_cost_model
 from dtrcompile.passes.graphs.capture import Captured, capture
+from dtrcompile.passes.graphs.default_split import default_split
 from dtrcompile.passes.torch_private import (
     V,
     aot_autograd,
     detect_fake_mode,
     joint_graph_passes,
-    min_cut_rematerialization_partition,
     select_decomp_table,
 )
 
@@ -34,9 +34,7 @@ def captured_of(module: nn.Module, *inputs: torch.Tensor) -> Captured:
     """
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> NoReturn:
-        forward, backward = min_cut_rematerialization_partition(
-            joint_graph_passes(joint), joint_inputs, compiler="inductor", **kwargs
-        )
+        forward, backward = default_split(joint_graph_passes(joint), joint_inputs, **kwargs)
         raise _Done(
             capture(
                 forward,

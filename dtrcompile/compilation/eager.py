@@ -12,6 +12,7 @@ from torch import fx
 from dtrcompile.compilation.planning import Joint, plan_inference, plan_step
 from dtrcompile.compilation.session import Session
 from dtrcompile.compilation.settings import inductor_patches
+from dtrcompile.passes.graphs.default_split import default_split
 from dtrcompile.passes.graphs.executor import EagerExecutor, Predicted
 from dtrcompile.passes.graphs.recompute_tags import tag_scopes
 from dtrcompile.passes.nodes import mark_of
@@ -27,7 +28,6 @@ from dtrcompile.passes.torch_private import (
     functorch_config,
     inductor_config,
     joint_graph_passes,
-    min_cut_rematerialization_partition,
     select_decomp_table,
 )
 
@@ -44,9 +44,7 @@ def compile_eager(
         tag_scopes(joint)
 
         def split(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return min_cut_rematerialization_partition(
-                joint, joint_inputs, compiler="inductor", **kwargs
-            )
+            return default_split(joint, joint_inputs, **kwargs)
 
         forward, backward = split(joint)
         outcome = plan_step(

@@ -26,6 +26,7 @@ from dtrcompile.passes.fitting.inductor_model import ScheduleSizeModel
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.fitting.progress import CHECK
 from dtrcompile.passes.fitting.settings import AMPLE
+from dtrcompile.passes.graphs.default_split import default_split
 from dtrcompile.passes.graphs.emit import lower_frees
 from dtrcompile.passes.graphs.modules import copied_module
 from dtrcompile.passes.graphs.recompute_tags import tag_scopes
@@ -46,7 +47,6 @@ from dtrcompile.passes.torch_private import (
     dynamo_timed,
     functorch_config,
     keeps_graph,
-    min_cut_rematerialization_partition,
 )
 from dtrcompile.report import next_graph_index
 from dtrcompile.source_hash import package_hash
@@ -72,7 +72,7 @@ class DTRPartitioner(CustomPartitionerFn):
         write_out_alpha(gm)
 
         def split(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+            return default_split(joint, joint_inputs, **kwargs)
 
         forward, backward = split(gm)
         session = CURRENT.get() or Session(self.options, next_graph_index(), Assignment())
