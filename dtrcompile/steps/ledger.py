@@ -802,14 +802,13 @@ class Ledger:
             return
         self.recording.outputs_are_held()
         budget_bytes, others = self.budget_of_holding(graph, planned), assignment.others
-        outside_bytes = others.outside_bytes + more_bytes
-        needed_bytes = outside_bytes + planned.chosen.peak_with(others)
+        outside_bytes = others.outside_bytes + others.gradient_bytes
+        # (Forward, whose peak may be larger, held them as planned.)
+        needed_bytes = outside_bytes + more_bytes + planned.chosen.backward_peak_bytes
         if budget_bytes is None or needed_bytes <= budget_bytes:
             return
-        outside_bytes = others.outside_bytes + others.gradient_bytes
         if not waiting.release_saved():
-            minimum_bytes = outside_bytes + more_bytes + planned.chosen.backward_peak_bytes
-            raise InfeasibleBudgetError(budget_bytes, minimum_bytes=minimum_bytes)
+            raise InfeasibleBudgetError(budget_bytes, minimum_bytes=needed_bytes)
         with _naming_at_most(needed_bytes, budget_bytes):
             self.compute_again(graph, waiting, planned, budget_bytes, outside_bytes)
 
