@@ -581,7 +581,9 @@ def _summed_up(x: Tensor) -> Tensor:
 
 
 def _masked(x: Tensor) -> Tensor:
-    return x.masked_fill((x < 0).all(-1, keepdim=True), 0.5) * x.argmax(-1, keepdim=True)
+    # (At most 1, because several of them, one after the other, would magnify what is rounded.)
+    position = x.argmax(-1, keepdim=True) / x.shape[-1]
+    return x.masked_fill((x < 0).all(-1, keepdim=True), 0.5) * position
 
 
 _OPERATORS = (
