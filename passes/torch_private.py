@@ -134,6 +134,7 @@ from torch._inductor.codegen.cpp import CppKernel, CppScheduling, CppVecKernel
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.cpu_vec_isa import (
+    VecAMX,
     VecAVX512,
     VecAVX512VNNI,
     VecISA,

@@ -9,6 +9,7 @@ with it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import platform
@@ -17,6 +18,7 @@ import threading
 import torch
 
 from dtrcompile.passes.torch_private import (
+    VecAMX,
     VecAVX512,
     VecAVX512VNNI,
     VecISA,
@@ -64,12 +66,22 @@ def _checks() -> list[tuple[VecISA, str]]:
             isa = type(known)()
             found.append((isa, VecISA._avx_code))
             if isinstance(isa, VecAVX512) and torch.cpu._is_avx512_bf16_supported():
-                with_bf16 = type(known)()
-                with_bf16._arch_flags += " -mavx512bf16"
-                found.append((with_bf16, VecAVX512._avx512_bf16_code))
+                found.append((_with_flag(isa, "-mavx512bf16"), VecAVX512._avx512_bf16_code))
+                isa = type(known)()  # whose later programs may have that flag as well
+                isa._is_avx512_bf16_supported = True
             if isinstance(isa, VecAVX512VNNI) and torch.cpu._is_vnni_supported():
                 found.append((isa, VecAVX512VNNI._avx512_vnni_code))
+            if isinstance(isa, VecAMX):
+                found.append((isa, VecAMX._amx_code))
+                if torch.cpu._is_amx_fp16_supported():
+                    found.append((_with_flag(isa, "-mamx-fp16"), VecAMX._amx_fp16_code))
     return found
+
+
+def _with_flag(isa: VecISA, flag: str) -> VecISA:
+    changed = copy.copy(isa)
+    changed._arch_flags = f"{isa._arch_flags} {flag}"
+    return changed
 
 
 def _compile(checks: list[tuple[VecISA, str]]) -> None:
