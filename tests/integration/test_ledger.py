@@ -1080,7 +1080,7 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
     reference.load_state_dict(module.state_dict())
     x, labels = torch.randn(BATCH, WIDTH), torch.randint(2 * WIDTH, (BATCH,))
     _train_scores("100%", is_held=True, steps=1)
-    budget = dtrcompile.reports()[-1].baseline_peak_bytes * 70 // 100
+    budget = dtrcompile.reports()[-1].baseline_peak_bytes * 64 // 100
     torch._dynamo.reset()
     compiled = compile_dtr(module, budget, compiler="eager")
     with _noting_releases() as released:
