@@ -66,9 +66,7 @@ def assert_same(
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
-        # Where terms cancel, what is left is as exact as they were.
-        largest = 1.0 if not b.is_floating_point() else max(1.0, float(b.abs().max()))
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * largest)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def text(rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
@@ -610,7 +608,8 @@ def test_random_steps(
     operators: list[Callable[[Tensor], Tensor]], shape: tuple[int, ...], n_chunks: int
 ) -> None:
     torch.manual_seed(0)
-    x = torch.randn(*shape, 4, dtype=torch.float64)
+    # Small, because some operators multiply what they are given by itself.
+    x = 0.2 * torch.randn(*shape, 4, dtype=torch.float64)
     up = torch.randn(64, 4, dtype=torch.float64)
 
     def step(x: Tensor, up: Tensor) -> Tensor:
