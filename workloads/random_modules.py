@@ -734,14 +734,12 @@ def check_inductor(case: Case, budget: object) -> str:
     """
     module, _ = case.made()
     try:
-        plain = observe(case.steps, _as_it_is)
+        observe(case.steps, _as_it_is)
     except RuntimeError:
         return "refused by PyTorch"
-    reference: Compile = _as_it_is
-    tolerance = NEAR
-    if not module.remembers:
-        reference, tolerance = torch.compile, SAME
-        plain = observe(case.steps, reference)
+    reference: Compile = _as_it_is if module.remembers else torch.compile
+    tolerance = NEAR if module.remembers else SAME
+    plain = observe(case.steps, reference)
     beyond: list[int] = []
 
     def run(named: object) -> None:

@@ -40,11 +40,9 @@ from dtrcompile.passes.nodes import (
     extent_bytes,
     extent_expression,
     has_unbacked_size,
-    is_mutating,
     is_sequence,
     is_tensor,
     mark,
-    mutated_arguments,
     owner,
     role,
     storage_key,
@@ -327,7 +325,10 @@ def capture(
     builder = _ProgramBuilder(split, cost_model)
     for node, kind in _constants(split, static_input_indices):
         builder.add_constant(node, kind)
-    builder.forbid_rereading(_written_inputs(split))
+    # Of final writes it is known from when on the old value is gone.
+    builder.forbid_rereading(
+        split.written_inputs(n for n in split.calls if n not in split.final_writes)
+    )
     for node in split.calls:
         mark(node, output_of=None)  # of a capture in another order
     for captured in operators:
@@ -378,20 +379,6 @@ def _constants(
         elif node.op == "placeholder" and node not in split.same_value:
             constants.append((node, StorageKind.TANGENT))
     return [(node, kind) for node, kind in constants if is_tensor(node)]
-
-
-def _written_inputs(split: Split) -> list[fx.Node]:
-    """What the step writes into, in its graphs or after forward (running statistics).
-
-    Final writes are left out: there it is known from when on the old value is gone.
-    """
-    in_graphs = [
-        split.owner(n)
-        for node in split.calls
-        if is_mutating(node) and node not in split.final_writes
-        for n in mutated_arguments(node)
-    ]
-    return [*in_graphs, *split.updated_after_forward]
 
 
 class _ProgramBuilder:

@@ -3,9 +3,9 @@
 AOTAutograd lets a forward graph write into its inputs (running statistics, a codebook, a queue of
 keys) at its end.  PyTorch's partitioner does not see that: where backward needs what was computed
 from the old value, it may save the input itself, or compute from it again, and then reads the new
-value.  The gradients are wrong without an error, in all supported releases (PyTorch's pull request
-197039).  Such a graph is split again, with the old value as a value of its own that may be saved.
-All other graphs are split as PyTorch does.
+value.  The gradients are wrong without an error (PyTorch's pull request 197039).  Such a graph is
+split again, with the old value as a value of its own that may be saved.  All other graphs are split
+as PyTorch does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def default_split(
     still = stale_inputs(forward, backward, n_outputs)
     if still:
         raise CaptureError(
-            f"backward would read {', '.join(map(repr, (n.name for n in still)))} after forward has"
+            f"backward would read {', '.join(repr(n.name) for n in still)} after forward has"
             " written into it; please report this graph"
         )
     return forward, backward
@@ -73,14 +73,7 @@ def stale_inputs(
         n_outputs: how many of forward's outputs are the user's.
     """
     split = Split.of(forward, backward, n_outputs)
-    forward_calls = split.calls[: split.first_backward_call]
-    written = {
-        split.owner(n)
-        for call in forward_calls
-        if is_mutating(call)
-        for n in mutated_arguments(call)
-    }
-    written.update(split.updated_after_forward)
+    written = set(split.written_inputs(split.calls[: split.first_backward_call]))
     read = dict.fromkeys(map(split.owner, split.same_value.values()))
     return [n for n in read if n in written and n.op == "placeholder"]
 

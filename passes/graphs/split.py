@@ -6,7 +6,7 @@ the placeholders by which backward receives what forward saved, and who owns the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -19,6 +19,7 @@ from dtrcompile.passes.nodes import (
     is_mutating,
     is_symbolic_number,
     is_tensor,
+    mutated_arguments,
     owner,
     role,
 )
@@ -103,6 +104,13 @@ class Split:
             if isinstance(kind, InputMutationAOTOutput)
         ]
         return [n for n in placeholders(self.forward) if n.meta.get("desc") in updated]
+
+    def written_inputs(self, calls: Iterable[fx.Node]) -> list[fx.Node]:
+        """What these calls write into, and what is updated after forward."""
+        in_graphs = [
+            self.owner(n) for call in calls if is_mutating(call) for n in mutated_arguments(call)
+        ]
+        return [*in_graphs, *self.updated_after_forward]
 
     def owner(self, node: fx.Node) -> fx.Node:
         """The node that owns the storage of a tensor node's value, through views."""
