@@ -14,12 +14,13 @@ GPU ?=
 # as long to compile and change no schedule, on one thread, kept where the next run finds them.
 LIGHT = OMP_NUM_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=0 TORCHINDUCTOR_CACHE_DIR="$(CURDIR)/.cache/inductor"
 
-.PHONY: help demo demo-quick test test-all lint format docs bench-quick gpu build smoke-test clean
+.PHONY: help demo demo-quick test test-slow test-all lint format docs bench-quick gpu build smoke-test clean
 
 help:
 	@echo "make demo         train a small GPT without a budget, at 40 % and at the minimum"
 	@echo "make test         run the tests"
-	@echo "make test-all     those too that repeat at length what others check in short"
+	@echo "make test-slow    those that take more than about five seconds each"
+	@echo "make test-all     both, and those that repeat at length what others check in short"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff format the code"
 	@echo "make docs         the documentation as a site, in build/site"
@@ -38,9 +39,11 @@ demo-quick:
 	@python="$$(.ci/environment demo "$(PYTHON)" "$(TORCH)")" && $(LIGHT) "$$python" -m dtrcompile demo \
 		--small --steps 3 --output .cache/demo-output
 
-test:
+test: MARKS = not slow and not sweep
+test-slow: MARKS = slow and not sweep
+test test-slow:
 	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && $(LIGHT) "$$python" -m pytest -n $(WORKERS) \
-		--dist=worksteal --durations=25 -m "not sweep" $(TESTS)
+		--dist=worksteal --durations=25 -m "$(MARKS)" $(TESTS)
 
 test-all:
 	@python="$$(.ci/environment test "$(PYTHON)" "$(TORCH)")" && "$$python" -m pytest -n $(WORKERS) \

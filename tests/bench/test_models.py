@@ -28,13 +28,11 @@ def rows(name: str, compiler: str, budgets: list[str]) -> dict[str, Row]:
 
 
 # One with matrix products, one with attention, one with convolutions; the others in the sweep.
-SOME = ("mlp16", "gpt_demo", "unet")
+MARKS = {"mlp16": (), "gpt_demo": pytest.mark.slow, "unet": pytest.mark.slow}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [name if name in SOME else pytest.param(name, marks=pytest.mark.sweep) for name in MODELS],
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.sweep)) for name in MODELS]
 )
 def test_eager_executor_keeps_its_promises(name: str) -> None:
     found = rows(name, "eager", ["60%", "min"])

@@ -233,6 +233,7 @@ class Tied(nn.Module):
         return F.cross_entropy(scores, labels)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_the_gradient_of_a_tied_weight_is_added_up_in_place() -> None:
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from workloads.training import assert_close, check_reports, compile_dtr, observe
 pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("planned_as_usual")]
 
 
+@pytest.mark.slow
 def test_two_plans_of_a_graph_wait_for_their_backwards() -> None:
     """Backward is compiled when it runs, then under what is known of its own forward."""
     scenario = SCENARIOS["several_forwards_with_dropout_before_backward"]
@@ -21,6 +22,7 @@ def test_two_plans_of_a_graph_wait_for_their_backwards() -> None:
     assert_close(observed, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("code_cache")
 @pytest.mark.parametrize("budget", ["100%", "min"])
 def test_a_cached_backward_that_writes_over_what_is_kept(budget: str) -> None:

@@ -59,7 +59,7 @@ def made() -> tuple[Model, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "compiler", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+    "compiler", ["eager", pytest.param("inductor", marks=(pytest.mark.inductor, pytest.mark.slow))]
 )
 def test_a_forecast_is_what_the_step_is_promised(compiler: str) -> None:
     model, *inputs = made()
@@ -119,6 +119,7 @@ def test_a_sweep_answers_as_each_plan_does() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_pytorchs_own_settings_hold_what_a_sweep_says_of_them() -> None:
     model, *inputs = made()

@@ -214,6 +214,7 @@ def test_gradients_and_allocator_peak(budget: object, make: Callable[[], tuple[A
     assert_bitwise(gradients_of(module), first_gradients)  # the step that was measured
 
 
+@pytest.mark.slow
 def test_copies_to_the_host_hold_what_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = plain(model_and_batch)
     torch._dynamo.reset()
@@ -262,6 +263,7 @@ class Squared(nn.Module):
         return x.pow(4).mean()
 
 
+@pytest.mark.slow
 def test_random_numbers_come_in_the_order_of_torch_compile() -> None:
     """Inductor draws its seeds, for `Dropout`, before the library's masks, for `Dropout2d`, which
     the graph has before them."""
@@ -292,6 +294,7 @@ def test_retain_graph() -> None:
     assert relative_error(first, expected) <= SAME
 
 
+@pytest.mark.slow
 def test_retain_graph_within_a_budget() -> None:
     """Backward that writes over what forward saved cannot keep it: said, or planned so."""
     # (In another order of first runs, both take the same memory.)
@@ -455,6 +458,7 @@ def test_inference_under_a_budget() -> None:
     assert report.promised_peak_bytes < report.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_both_branches_of_a_condition_count() -> None:
     """The second holds a matrix product more."""
 
@@ -545,6 +549,7 @@ def test_inputs_that_order_effects_have_no_gradient() -> None:
     assert report.promised_peak_bytes <= (report.budget_bytes or 0)
 
 
+@pytest.mark.slow
 def test_sizes_of_what_is_computed_reach_backward() -> None:
     torch.manual_seed(SEED)
     module, x = Shortened(), torch.randn(4, 40, 16)
@@ -567,6 +572,7 @@ def vector_instructions() -> Iterator[None]:
     valid_vec_isa_list.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("vector_instructions")
 def test_flex_attention_has_buffers_without_a_name() -> None:
     """Inference alone: FlexAttention does not train on a CPU."""
@@ -625,6 +631,7 @@ def test_weights_of_convolutions_are_not_saved_twice() -> None:
     assert peak_bytes + static_bytes(module, x) <= report.promised_peak_bytes + outside_bytes
 
 
+@pytest.mark.slow
 def test_batch_norm_and_convolutions() -> None:
     """Running statistics move once; layouts are Inductor's own."""
 
@@ -773,6 +780,7 @@ def test_cuda_graphs_copy_inputs(cuda_graphs: bool, monkeypatch: pytest.MonkeyPa
         assert sizes[Cause.INPUT] == x.nbytes * (2 if cuda_graphs else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("depth", "shape", "is_fast"),
     [(3, (4, 64, 16, 16), False), (8, (8, 16, 32, 32), True)],
@@ -822,6 +830,7 @@ class _PermutedBlock(nn.Module):
         return x + self.down(F.gelu(self.up(hidden))).permute(0, 3, 1, 2)
 
 
+@pytest.mark.slow
 def test_what_is_permuted_beside_a_convolution_is_not_copied() -> None:
     """Made "channels-last", each argument of a product would be one more copy: 0.54."""
     torch.manual_seed(SEED)

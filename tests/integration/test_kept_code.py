@@ -319,6 +319,7 @@ def test_nothing_is_kept_where_autograds_cache_is_off() -> None:
     assert kept(model(), torch.randn(4, 16)) == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_keys_of_random_modules_and_options_are_all_different() -> None:
     """Two hundred pairs; the same key means the same graph, inputs and options."""

@@ -193,6 +193,7 @@ def test_nothing_is_kept_under_a_setting_without_identity() -> None:
         assert disk_cache.key_of("test") is None
 
 
+@pytest.mark.slow
 def test_keys_are_the_same_in_every_process() -> None:
     script = (
         "from dtrcompile.passes.inductor import disk_cache\n"
@@ -336,6 +337,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.usefixtures("folder")
 def test_each_thing_that_a_plan_depends_on_makes_another_plan() -> None:
@@ -384,6 +386,7 @@ def test_an_entry_that_promises_what_is_not_so_is_ignored(monkeypatch: pytest.Mo
         assert told(second) == told(first)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.usefixtures("folder")
 def test_dynamic_sizes_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:

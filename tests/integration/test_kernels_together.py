@@ -161,7 +161,6 @@ def test_a_kernel_is_what_its_arguments_and_its_text_say() -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.slow
 def test_a_model_has_the_same_gradients_bit_for_bit(compilations: list[object]) -> None:
     def gradients(*, is_ours: bool) -> dict[str, Tensor]:
         torch._dynamo.reset()

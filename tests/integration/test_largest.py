@@ -57,7 +57,7 @@ def _trains(model: nn.Module, inputs: tuple[Tensor, ...], budget: int) -> bool:
         pytest.param(_gpt, 500_000, marks=pytest.mark.sweep),
         (_convolutions, 200_000),
         pytest.param(_convolutions, 450_000, marks=pytest.mark.sweep),
-        (_perceptron, 45_000),
+        pytest.param(_perceptron, 45_000, marks=pytest.mark.slow),
         pytest.param(_perceptron, 100_000, marks=pytest.mark.sweep),
     ],
 )
@@ -76,6 +76,7 @@ def test_the_next_size_is_refused(
     assert not _trains(model, inputs_of(found.refused_size), budget)
 
 
+@pytest.mark.slow
 def test_the_longest_sequence() -> None:
     model = GPT(GPTSizes(layers=1, width=32, heads=2, context=256, vocabulary=64))
     tokens = torch.randint(64, (2, 8))
@@ -87,6 +88,7 @@ def test_the_longest_sequence() -> None:
     assert not _trains(model, (longer, longer), 200_000)
 
 
+@pytest.mark.slow
 def test_sizes_far_above_the_answer_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a library call holds inside is measured on tensors of the size that is asked about: a
     million times the given batch took all of the machine's memory."""
@@ -103,6 +105,7 @@ def test_sizes_far_above_the_answer_are_not_measured(monkeypatch: pytest.MonkeyP
     assert max(asked) <= 4 * found.size
 
 
+@pytest.mark.slow
 def test_a_size_that_cannot_be_a_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(*args: Any, **how: Any) -> Any:
         if how.get("dynamic_dimensions"):

@@ -160,6 +160,7 @@ def test_a_step_that_cannot_fit_is_refused_and_stays_refused() -> None:
             compiled(x).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first_step", [True, False])
 def test_a_refused_step_is_no_other_models(is_first_step: bool) -> None:
     """Models with equal options share a ledger, also one after another."""
@@ -567,6 +568,7 @@ def _noting_releases() -> Iterator[list[bool]]:
         yield answers
 
 
+@pytest.mark.slow
 def test_a_graph_that_finds_no_room_has_earlier_ones_compute_again() -> None:
     """Nothing says beforehand that more than one graph is in a step, which takes two forms."""
     expected = Adversaries().train(lambda m: compile_dtr(m, 10**9, compiler="eager"), 4)
@@ -790,6 +792,7 @@ def test_a_refusal_of_a_graph_that_others_follow_names_what_the_whole_step_needs
         refused(x)
 
 
+@pytest.mark.slow
 def test_graphs_that_are_wrongly_taken_for_hopeless_train_within_their_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1056,6 +1059,7 @@ def test_a_graph_whose_result_nobody_holds_is_planned_for_that() -> None:
     assert relative_error(found, expected) <= SAME
 
 
+@pytest.mark.slow
 def test_a_graph_is_refused_for_what_it_needs_where_nobody_holds_its_result() -> None:
     _, expected = _train_scores(1.0, is_held=False, steps=1)
     with raises_dtr(InfeasibleBudgetError) as refused:

@@ -78,7 +78,6 @@ class _Lines(TorchDispatchMode):
         self.path.pop()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2_hf", "resnet", "unet", "lstm64"])
 def test_every_large_tensor_is_explained_with_the_line_that_makes_it(name: str) -> None:
     model, inputs = MODELS[name].build(quick=True)

@@ -140,8 +140,12 @@ LOSSES_OF_BATCHES: dict[str, Callable[[Tensor], Tensor]] = {
         ("cross-entropy", "eager", True),
         ("squared error", "eager", False),
         pytest.param("squared error", "eager", True, marks=holds_a_little_more),
-        pytest.param("squared error", "inductor", False, marks=pytest.mark.inductor),
-        pytest.param("squared error", "inductor", True, marks=pytest.mark.inductor),
+        *(
+            pytest.param(
+                "squared error", "inductor", holds, marks=(pytest.mark.inductor, pytest.mark.slow)
+            )
+            for holds in (False, True)
+        ),
     ],
 )
 def test_every_batch_of_any_size_is_within_the_budget(

@@ -54,6 +54,7 @@ def outcome_of(**options: object) -> Outcome:
     return planned_outcome(Attention(), [torch.randn(4, 64, 32)], Options.parse(options))
 
 
+@pytest.mark.slow
 def test_the_bound_ends_the_search_for_the_smallest_plan(
     lowered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -440,6 +440,7 @@ def test_fused_attention_may_run_again_without_dropout(target: Any) -> None:
         assert (why_not_recomputable(node) is not None) == is_random
 
 
+@pytest.mark.slow
 def test_fused_attention_is_computed_again() -> None:
     captured = captured_of(nn.Sequential(*(Block() for _ in range(8))), torch.randn(8, 32, WIDTH))
     _, emitted = smallest(captured)
@@ -534,6 +535,7 @@ class Residuals(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_a_function_ends_where_it_would_hold_more_than_the_plan() -> None:
     captured = captured_of(Residuals(), torch.randn(64, 32))
     plan, emitted = smallest(captured)
@@ -740,6 +742,7 @@ def smallest_with_extra(
 BETWEEN_BLOCKS_BYTES = 2 * 32 * 8 * 8 * 4
 
 
+@pytest.mark.slow
 def test_what_is_known_to_hold_more_than_the_smallest_is_not_lowered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -79,6 +79,7 @@ def made() -> tuple[nn.Module, Tensor]:
     return Net(), torch.randn(ROWS, WIDTH)
 
 
+@pytest.mark.slow
 def test_loops_compute_what_they_share_from_what_has_no_more_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_simple_net_holds_the_same_on_every_device() -> None:
     assert there.cost_ns < here.cost_ns
 
 
+@pytest.mark.slow
 def test_the_largest_batch_on_a_gpu_that_is_not_there() -> None:
     model, x = made()
     found = dtrcompile.largest(model, x[:4], budget="64MiB", device=DEVICE)
@@ -248,6 +250,7 @@ def test_what_is_free_has_room_for_whole_segments(monkeypatch: pytest.MonkeyPatc
     assert plan(budget=free_bytes).overhead == 1
 
 
+@pytest.mark.slow
 def test_an_odd_vocabulary_is_padded_as_on_the_device_and_still_fits() -> None:
     """Two copies of the scores in bfloat16, until there is too little room for them."""
     rows, words = 4096, 30011
@@ -397,6 +400,7 @@ def test_kernels_need_not_be_written_to_be_counted(monkeypatch: pytest.MonkeyPat
     assert all(".run(" in source for source in short)
 
 
+@pytest.mark.slow
 def test_the_wrapper_has_each_copy_to_the_host_where_the_plan_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

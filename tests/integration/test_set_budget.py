@@ -198,6 +198,7 @@ def test_what_set_budget_cannot_use() -> None:
         set_budget(lambda x: x, "1GiB")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_under_inductor_the_allocator_sees_the_new_budget() -> None:
     model, x = model_and_rows()
     compiled = compile_dtr(model, "100%", compiler="inductor")

@@ -177,6 +177,7 @@ def came(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_plans_are_the_same_side_by_side(monkeypatch: pytest.MonkeyPatch, came: list[bool]) -> None:
     torch.manual_seed(0)
     model, x = Blocks(), torch.randn(4, 3, 16, 16)

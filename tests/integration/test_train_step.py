@@ -266,6 +266,7 @@ def layers() -> nn.Module:
     return nn.Sequential(*found)
 
 
+@pytest.mark.slow
 def test_inductor_holds_little_more_than_the_state() -> None:
     """Weight decay too: Inductor takes a product and a scaled addition for one call, wrongly."""
     model, other = layers(), layers()

@@ -60,7 +60,6 @@ def test_a_step_whose_loss_is_outside() -> None:
     assert "promised" in text and line_of(step, "loss.backward()") in text
 
 
-@pytest.mark.slow
 @pytest.mark.inductor
 def test_what_is_inside_is_as_promised() -> None:
     class WithLoss(Net):

@@ -33,6 +33,7 @@ def test_a_random_module_without_a_trained_parameter_says_so() -> None:
 
 # 8: a number that Dynamo had made a symbol, and settled on before it compiled the graph.
 # 162: an evaluation at a larger size, by a graph that had been seen in a step of two graphs.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "moves", "share", "seen"),
     [

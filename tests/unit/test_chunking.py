@@ -598,6 +598,7 @@ _OPERATORS = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     operators=st.lists(st.sampled_from(_OPERATORS), min_size=1, max_size=4),

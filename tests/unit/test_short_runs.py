@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +39,13 @@ def test_every_worker_begins_with_long_tests(names: str, workers: int, expected:
     assert "".join(i.name for i in ordered) == expected
 
 
-def test_what_is_left_out_of_make_test_is_run_by_a_workflow() -> None:
+def test_what_is_left_out_of_make_test_is_run_elsewhere() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "\ntest: MARKS = not slow and not sweep\n" in makefile
+    assert "\ntest-slow: MARKS = slow and not sweep\n" in makefile
+    for every_change in (".ci/run", ".github/workflows/ci.yml"):
+        runs = (ROOT / every_change).read_text(encoding="utf-8")
+        assert re.search(r"make test\b(?!-)", runs) and "make test-slow" in runs
     test_all = makefile.split("\ntest-all:\n")[1].split("\n\n")[0]
     assert "pytest" in test_all
     assert " -m " not in test_all.split("pytest")[1]
