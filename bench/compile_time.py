@@ -8,6 +8,7 @@ compile-time events.  ``--traces`` writes these events as flame charts.
 
     python -m bench.compile_time --models mixture,vit --out rows.jsonl
     python -m bench.compile_time --models gpt2 --budgets 50% --traces folder
+    python -m bench.compile_time --models gpt2 --depths 6,12,24,48
     python -m bench.compile_time --quick
 
 A ratio means something only on a machine that does nothing else.  Exits with 1 if a second process
@@ -17,6 +18,7 @@ planned anew.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -45,12 +47,17 @@ QUICK_MODELS, QUICK_BUDGETS = ("mixture",), ("min",)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a process trains: on CUDA in bfloat16 autocast, else in float32."""
+    """What a process trains: on CUDA in bfloat16 autocast, else in float32.
+
+    Attributes:
+        depth: layers of the model, as a number; empty: those of the scale.
+    """
 
     name: str
     scale: str
     budget: str
     device: str = "cpu"
+    depth: str = ""
 
 
 def first_step(case: Case, trace: Path | None = None) -> dict[str, Any]:
@@ -61,7 +68,9 @@ def first_step(case: Case, trace: Path | None = None) -> dict[str, Any]:
     """
     events = CompileEvents.recorded()
     device = torch.device(case.device)
-    module, inputs = MODELS[case.name].build(case.scale, device=device)
+    module, inputs = MODELS[case.name].build(
+        case.scale, device=device, depth=int(case.depth) if case.depth else None
+    )
     keywords: dict[str, Any] = {}
     if case.budget != PLAIN:
         keywords = {"backend": dtr, "options": {"budget": case.budget}}
@@ -105,18 +114,20 @@ def in_a_process(case: Case, cache: Path, trace: Path | None = None) -> dict[str
 
 
 def measure(
-    name: str, scale: str, budgets: Sequence[str], traces: Path | None
+    name: str, depth: str, scale: str, budgets: Sequence[str], traces: Path | None
 ) -> list[dict[str, Any]]:
     """Both processes of each way to compile a model."""
     rows = []
+    label = f"{name}-{depth}" if depth else name
     for budget in (PLAIN, *budgets):
         with tempfile.TemporaryDirectory() as cache:
             for process in (1, 2):
-                file_name = f"{name}-{budget.rstrip('%')}-{process}.json"
+                file_name = f"{label}-{budget.rstrip('%')}-{process}.json"
                 trace = None if traces is None else traces.resolve() / file_name
-                found = in_a_process(Case(name, scale, budget), Path(cache), trace)
-                say(f"{name} {budget}, process {process}: {found['first_step_s']:.1f} s")
-                rows.append({"model": name, "budget": budget, "process": process, **found})
+                case = Case(name, scale, budget, depth=depth)
+                found = in_a_process(case, Path(cache), trace)
+                say(f"{label} {budget}, process {process}: {found['first_step_s']:.1f} s")
+                rows.append({"model": label, "budget": budget, "process": process, **found})
     return rows
 
 
@@ -128,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--budgets", help=f"comma-separated; default: {','.join(BUDGETS)}".replace("%", "%%")
     )
     parser.add_argument("--scale", choices=SCALES, default="quick")
+    parser.add_argument(
+        "--depths", default="", help="numbers of layers, comma-separated; default: the scale's own"
+    )
     parser.add_argument("--quick", action="store_true", help="one model at one budget")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--traces", type=Path, help="write flame charts into this folder")
@@ -142,11 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = args.models.split(",") if args.models else list(QUICK_MODELS if args.quick else ZOO)
     budgets = args.budgets.split(",") if args.budgets else QUICK_BUDGETS if args.quick else BUDGETS
     table, phases, bad = [], [], []
-    for name in models:
+    for name, depth in itertools.product(models, args.depths.split(",")):
         if not ZOO[name].is_there:
             say(f"{name}: skipped, {ZOO[name].needs} is not installed")
             continue
-        rows = measure(name, args.scale, budgets, args.traces)
+        rows = measure(name, depth, args.scale, budgets, args.traces)
         plain = {row["process"]: row["first_step_s"] for row in rows if row["budget"] == PLAIN}
         for row in rows:
             ratio = row["first_step_s"] / plain[row["process"]]
@@ -163,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             is_refused = row["refused_bytes"] is not None
             table.append(
                 (
-                    name,
+                    row["model"],
                     row["budget"],
                     str(row["process"]),
                     f"{row['first_step_s']:.1f}",
@@ -171,10 +185,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             )
             seconds = [f"{row['phases_s'][phase]:.1f}" for phase in PHASES]
-            phases.append((name, row["budget"], str(row["process"]), *seconds))
+            phases.append((row["model"], row["budget"], str(row["process"]), *seconds))
             planned_again = row["budget"] != PLAIN and not row.get("is_plan_from_disk")
             if row["process"] == 2 and planned_again and not is_refused:
-                bad.append(f"{name} at {row['budget']}: the second process planned anew")
+                bad.append(f"{row['model']} at {row['budget']}: the second process planned anew")
     print(format_table(("model", "budget", "process", "first step s", "ratio"), table))
     print("\nSeconds of each phase:\n")
     print(format_table(("model", "budget", "process", *PHASES), phases))

@@ -79,15 +79,19 @@ class ZooModel:
         seed: int = 0,
         device: torch.device | str = "cpu",
         batch: int | None = None,
+        depth: int | None = None,
     ) -> Built:
         """The module, in training mode, and its inputs, on ``device``.
 
         Args:
             batch: samples, where not the scale's own number.
+            depth: likewise, of layers, blocks or levels.
         """
         sizes = self.sizes[scale]
         if batch is not None:
             sizes = replace(sizes, batch=batch)
+        if depth is not None:
+            sizes = replace(sizes, depth=depth)
         device = torch.device(device)
         forked = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=forked), device:
