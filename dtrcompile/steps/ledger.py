@@ -480,8 +480,10 @@ class Ledger:
             return Counter()
         with self.lock:
             # Graphs without a backward may begin a step; if there are no others, the first to be
-            # called again begins the next.
-            is_begun = any(c.is_done or c.graph is graph for c in self.calls)
+            # called again begins the next.  Of a step whose recording began in a backward, no call
+            # is recorded.
+            is_begun = self.recording.has_begun_late and not self.calls
+            is_begun |= any(c.is_done or c.graph is graph for c in self.calls)
             if is_begun and not self.anything_waits():
                 self.end_step()
             self.drop_evaluations()

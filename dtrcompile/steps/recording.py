@@ -83,6 +83,11 @@ class Recording:
         return self.state in _OBSERVING
 
     @property
+    def has_begun_late(self) -> bool:
+        """Whether the step that runs had begun before its calls were recorded."""
+        return self.state is RecordingState.PARTLY_OBSERVED
+
+    @property
     def has_all_calls(self) -> bool:
         """Whether every call of the step that runs is recorded."""
         return self.state in (RecordingState.RECORDED, RecordingState.OBSERVED)

@@ -1104,6 +1104,25 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
     assert any(released)
 
 
+def test_the_second_step_that_holds_a_result_is_observed_and_the_third_planned_for_it() -> None:
+    _train_scores("100%", is_held=True, steps=1)
+    budget = dtrcompile.reports()[-1].baseline_peak_bytes * 70 // 100
+    torch._dynamo.reset()
+    module, x, labels = Scores(), torch.randn(BATCH, WIDTH), torch.randint(2 * WIDTH, (BATCH,))
+    compiled = compile_dtr(module, budget, compiler="eager")
+    promised = []
+    for is_held in (*(False,) * 6, *(True,) * 3):  # after six, no step is recorded
+        module.zero_grad(set_to_none=True)
+        result = compiled(x)
+        loss = nn.functional.cross_entropy(result, labels)
+        if not is_held:
+            del result
+        loss.backward()
+        promised.append(dtrcompile.reports()[-1].promised_peak_bytes)
+        result = None
+    assert promised[5] == promised[7] < promised[8] <= budget
+
+
 @pytest.mark.inductor
 @pytest.mark.slow
 @pytest.mark.parametrize("dropping", [3, 6])  # the steps after them are recorded, or are not
