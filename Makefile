@@ -19,7 +19,7 @@ LIGHT = OMP_NUM_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=0 TORCHINDUCTOR_CACHE_DIR="$(
 help:
 	@echo "make demo         train a small GPT without a budget, at 40 % and at the minimum"
 	@echo "make test         run the tests"
-	@echo "make test-slow    those that take more than about five seconds each"
+	@echo "make test-slow    those that take longest"
 	@echo "make test-all     both, and those that repeat at length what others check in short"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff format the code"

@@ -49,6 +49,7 @@ def test_every_planner_has_a_curve_of_what_it_finds() -> None:
         assert points == [(1.0, 0.0)]  # a tenth of 16 tensors is 1, which nothing fits
 
 
+@pytest.mark.slow
 def test_pictures_are_the_same_every_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     make_pictures(tmp_path / "a", quick=True)

@@ -46,8 +46,14 @@ SPECIAL = {*BREAKS_THE_GRAPH, *BREAKS_THE_GRAPH_BEFORE, *DRAWS_OTHERWISE_BEFORE,
 
 def operators() -> list[Any]:
     """The names, most of them marked as part of the sweep."""
+
+    def marks(index: int, name: str) -> Any:
+        if index % 10 == 0 or name in SPECIAL:
+            return ()
+        return pytest.mark.slow if index % 5 == 0 else pytest.mark.sweep
+
     return [
-        name if index % 5 == 0 or name in SPECIAL else pytest.param(name, marks=pytest.mark.sweep)
+        pytest.param(name, marks=marks(index, name))
         for index, name in enumerate(op_db.operators())
         if name not in op_db.NOT_COMPILED
     ]

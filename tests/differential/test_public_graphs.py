@@ -104,6 +104,7 @@ def test_simrd_logs_are_read_as_their_authors_read_them(name: str) -> None:
     assert baseline_bytes <= int(row["baseline_memory_bytes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOGS)
 @pytest.mark.parametrize("ratio", [0.8, 0.5, pytest.param(0.3, marks=pytest.mark.sweep)])
 def test_auto_is_never_worse_than_the_authors_best(name: str, ratio: float) -> None:

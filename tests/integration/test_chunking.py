@@ -98,6 +98,7 @@ class Deep(Model):
         return self.loss(self.head(self.narrowed(h)), labels)
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_whole_is_computed_in_chunks_where_that_costs_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -153,6 +153,7 @@ def test_negative_bytes_are_refused() -> None:
         dtrcompile.declare_operator(hungry, workspace_bytes=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_the_promise_holds_under_inductor() -> None:
     model, x = Model(), torch.randn(ROWS, WIDTH)

@@ -119,7 +119,8 @@ def made(model_type: type[Layers]) -> Layers:
 
 @pytest.mark.parametrize("budget", [1 << 30, "min"])
 @pytest.mark.parametrize(
-    "compiler", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+    "compiler",
+    ["eager", pytest.param("inductor", marks=(pytest.mark.inductor, pytest.mark.slow))],
 )
 @pytest.mark.parametrize("model_type", MODELS)
 def test_gradients_are_those_of_plain_pytorch(

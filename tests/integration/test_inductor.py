@@ -234,6 +234,7 @@ def test_copies_to_the_host_hold_what_is_promised(monkeypatch: pytest.MonkeyPatc
     assert report.promised_peak_bytes <= report.budget_bytes
 
 
+@pytest.mark.slow
 def test_the_stock_memory_budget_is_wrong_with_dropout_and_ours_is_not() -> None:
     """pytorch#190758: it draws new masks when it recomputes a dropout in backward.
 
@@ -592,6 +593,7 @@ def test_flex_attention_has_buffers_without_a_name() -> None:
         assert_close(out, torch.compile(module)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1.0, "70%"])
 def test_low_precision_products_need_workspace(budget: object) -> None:
     """On a CPU, oneDNN copies what it multiplies in bfloat16."""
@@ -718,6 +720,7 @@ def test_the_modes_with_cuda_graphs_keep_the_order_of_the_plan() -> None:
     assert peak_bytes <= report.promised_peak_bytes < 0.6 * report.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_blocks_larger_than_their_tensors_are_counted() -> None:
     """As on CUDA without expandable segments; here nothing is larger, so the promise is above."""
 
@@ -855,6 +858,7 @@ class _Upsampled(nn.Module):
         return self.out(F.interpolate(y, scale_factor=2.0, mode="nearest")).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["100%", "min"])
 def test_what_a_scatter_wrote_is_read_after_it(budget: str) -> None:
     """Inductor forgets, for loops that it fuses, that what they read was written into."""

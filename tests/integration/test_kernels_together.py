@@ -160,6 +160,7 @@ def test_a_kernel_is_what_its_arguments_and_its_text_say() -> None:
     assert collect(AsyncCompile(), ["float*"], "text") == KernelSource(("float*",), "text")
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_a_model_has_the_same_gradients_bit_for_bit(compilations: list[object]) -> None:
     def gradients(*, is_ours: bool) -> dict[str, Tensor]:

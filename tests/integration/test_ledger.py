@@ -741,6 +741,7 @@ def test_a_refusal_within_the_first_step_says_that_the_step_may_need_more() -> N
             x = block(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "batch", "is_hopeless"),
     [pytest.param(WIDTH, BATCH, False, marks=pytest.mark.sweep), (WIDE, 64, True)],
@@ -1152,6 +1153,7 @@ def test_a_graph_of_any_size_whose_caller_holds_what_earlier_steps_dropped(dropp
     assert dtrcompile.reports()[-1].promised_peak_bytes >= peaks[-1] - 8  # the loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["min", pytest.param(2_000_000, marks=gives_tangents_away)])
 def test_the_report_holds_a_result_that_is_held_after_all(budget: object) -> None:
     """A step later, its peak is no more than that of a step that always held the result."""

@@ -82,6 +82,7 @@ def test_the_smallest_plan_is_lowered_in_any_case(lowered: list[int]) -> None:
     assert outcome.is_cut_short
 
 
+@pytest.mark.slow
 def test_the_minimum_that_is_named_can_be_met() -> None:
     with pytest.raises(InfeasibleBudgetError, match="'lowering_s'") as refused:
         outcome_of(budget="2%", lowering_s=0)

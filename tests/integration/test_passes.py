@@ -753,6 +753,7 @@ def test_what_is_known_to_hold_more_than_the_smallest_is_not_lowered(
         assert other_bytes <= 1.02 * min(others[:n])
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_not_trusted_where_there_is_much_to_gain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

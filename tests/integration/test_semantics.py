@@ -83,6 +83,7 @@ _HALF_FIRST = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", with_others_as_sweep(_HALF_FIRST), scope="module")
 def test_half_the_memory_changes_no_bit(name: str) -> None:
     expected = unbudgeted(name)
@@ -105,6 +106,7 @@ _INSIDE_FIRST = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", with_others_as_sweep(_INSIDE_FIRST), scope="module")
 def test_values_that_loops_compute_inside_change_no_bit(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +128,7 @@ _COPIED_FIRST = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", with_others_as_sweep(_COPIED_FIRST), scope="module")
 def test_copies_to_the_host_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = unbudgeted(name)

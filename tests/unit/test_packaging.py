@@ -129,6 +129,7 @@ def test_the_wheel_names_the_backend_and_the_command(wheel: Path) -> None:
     assert dict(entry_points["console_scripts"]) == {"dtrcompile": "dtrcompile.cli:main"}
 
 
+@pytest.mark.slow
 def test_from_the_wheel_the_backend_is_listed_and_no_module_is_called_passes(
     wheel: Path, tmp_path: Path
 ) -> None:
