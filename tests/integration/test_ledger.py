@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -1105,14 +1105,13 @@ def test_a_result_that_is_held_after_steps_that_dropped_it() -> None:
     assert any(released)
 
 
-def test_the_second_step_that_holds_a_result_is_observed_and_the_third_planned_for_it() -> None:
-    _train_scores("100%", is_held=True, steps=1)
-    budget = dtrcompile.reports()[-1].baseline_peak_bytes * 70 // 100
+def _promised(budget: object, held: Sequence[bool]) -> list[int]:
+    """The report's promise after each step, whose caller holds the scores in backward or not."""
     torch._dynamo.reset()
     module, x, labels = Scores(), torch.randn(BATCH, WIDTH), torch.randint(2 * WIDTH, (BATCH,))
     compiled = compile_dtr(module, budget, compiler="eager")
     promised = []
-    for is_held in (*(False,) * 6, *(True,) * 3):  # after six, no step is recorded
+    for is_held in held:
         module.zero_grad(set_to_none=True)
         result = compiled(x)
         loss = nn.functional.cross_entropy(result, labels)
@@ -1121,6 +1120,13 @@ def test_the_second_step_that_holds_a_result_is_observed_and_the_third_planned_f
         loss.backward()
         promised.append(dtrcompile.reports()[-1].promised_peak_bytes)
         result = None
+    return promised
+
+
+def test_the_second_step_that_holds_a_result_is_observed_and_the_third_planned_for_it() -> None:
+    _train_scores("100%", is_held=True, steps=1)
+    budget = dtrcompile.reports()[-1].baseline_peak_bytes * 70 // 100
+    promised = _promised(budget, (*(False,) * 6, *(True,) * 3))  # after six, no step is recorded
     assert promised[5] == promised[7] < promised[8] <= budget
 
 
@@ -1159,19 +1165,7 @@ def test_the_report_holds_a_result_that_is_held_after_all(budget: object) -> Non
     """A step later, its peak is no more than that of a step that always held the result."""
     _train_scores(budget, is_held=True)
     always_held = dtrcompile.reports()[-1].promised_peak_bytes
-    torch._dynamo.reset()
-    module, x, labels = Scores(), torch.randn(BATCH, WIDTH), torch.randint(2 * WIDTH, (BATCH,))
-    compiled = compile_dtr(module, budget, compiler="eager")
-    promised = []
-    for is_held in (False, False, True, True, True):
-        module.zero_grad(set_to_none=True)
-        result = compiled(x)
-        loss = nn.functional.cross_entropy(result, labels)
-        if not is_held:
-            del result
-        loss.backward()
-        promised.append(dtrcompile.reports()[-1].promised_peak_bytes)
-        result = None
+    promised = _promised(budget, (False, False, True, True, True))
     assert promised[1] < promised[3] == promised[4] <= always_held
     explained = dtrcompile.reports()[-1].explain().data
     assert explained.planned_peak_bytes == promised[4]
