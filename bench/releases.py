@@ -55,6 +55,7 @@ FOLLOWED = (
     "_inductor/compile_fx.py:partition_fn",
     "_inductor/custom_graph_pass.py:CustomPartitionerFn",
     "_inductor/fx_passes/post_grad.py:post_grad_passes",
+    "_inductor/graph.py:GraphLowering._compile_to_module_lines",
     "_inductor/scheduler.py:Scheduler._init",
     "_inductor/utils.py:count_tangents",
 )

@@ -112,6 +112,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import (
+    _CompileFxKwargs as CompileFxKwargs,
+)
+from torch._inductor.compile_fx import (
     _InProcessFxCompile as InProcessFxCompile,
 )
 from torch._inductor.compile_fx import (
@@ -151,6 +154,7 @@ from torch._inductor.ir import (
 )
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
 from torch._inductor.utils import (
@@ -158,6 +162,7 @@ from torch._inductor.utils import (
     count_tangents,
     fresh_cache,
     op_dtype_propagation_rules,
+    should_use_remote_fx_graph_cache,
 )
 from torch._inductor.virtualized import V
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import fx
 
 from dtrcompile.compilation.kept_code import KeptCode
+from dtrcompile.compilation.one_graph import asked_for, asking_for, compile_graph
 from dtrcompile.compilation.planning import Joint, plan_inference, plan_step
 from dtrcompile.compilation.session import CURRENT, Session, SessionState
 from dtrcompile.compilation.settings import inductor_patches
@@ -32,10 +31,10 @@ from dtrcompile.passes.graphs.modules import copied_module
 from dtrcompile.passes.graphs.recompute_tags import tag_scopes
 from dtrcompile.passes.inductor import LoweredStep, Wrapper, trace
 from dtrcompile.passes.inductor.bug_fixes import write_out_alpha
+from dtrcompile.passes.inductor.compiled_beside import CompiledBeside
 from dtrcompile.passes.inductor.loaded_code import noting_code
-from dtrcompile.passes.inductor.lowering import donated_indices, marks_text
 from dtrcompile.passes.inductor.patches import Purpose, applied
-from dtrcompile.passes.inductor.step import is_planned, planned_config
+from dtrcompile.passes.inductor.step import begin_backward
 from dtrcompile.passes.inductor.vector_instructions import compile_checks_beforehand
 from dtrcompile.passes.program.sizes import at_sizes
 from dtrcompile.passes.torch_private import (
@@ -43,7 +42,6 @@ from dtrcompile.passes.torch_private import (
     CompiledFxGraph,
     CustomPartitionerFn,
     compile_fx,
-    compile_fx_inner,
     dynamo_timed,
     functorch_config,
     keeps_graph,
@@ -106,8 +104,8 @@ class DTRPartitioner(CustomPartitionerFn):
             BypassAOTAutogradCache: if AOTAutograd's cache asks and is not to be used.  Its setting
                 alone does not switch it off where ``TORCHINDUCTOR_AUTOGRAD_CACHE`` is 1.
         """
-        asked_for = _ASKED_FOR.get()
-        if asked_for is None:
+        asked = asked_for()
+        if asked is None:
             raise BypassAOTAutogradCache("plans and reports are not kept of this graph")
         devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         allocator = allocator_of(torch.device("cuda")) if devices else EXACT
@@ -116,7 +114,7 @@ class DTRPartitioner(CustomPartitionerFn):
             self.options.cache_key(),
             tuple(devices),
             repr(allocator),
-            asked_for,
+            asked,
         )
 
 
@@ -151,7 +149,7 @@ def compile_inductor(
     try:
         with (
             functorch_config.patch(enable_autograd_cache=is_asked),
-            _asking_for(kept.key if kept is not None and is_asked else None),
+            asking_for(kept.key if kept is not None and is_asked else None),
             noting_code() as sources,
             applied(Purpose.EVERY_COMPILATION),  # the cache loads code, which compiles kernels
         ):
@@ -177,19 +175,6 @@ def _not_compiled(*_args: Any) -> Any:
     raise AssertionError("this was to be compiled anew")
 
 
-# What PyTorch's caches are asked for at present: see `DTRPartitioner.uuid`.
-_ASKED_FOR: ContextVar[str | None] = ContextVar("dtrcompile_asked_for", default="")
-
-
-@contextlib.contextmanager
-def _asking_for(identity: str | None) -> Iterator[None]:
-    token = _ASKED_FOR.set(identity)
-    try:
-        yield
-    finally:
-        _ASKED_FOR.reset(token)
-
-
 def _inner_compile(
     session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
 ) -> Any:
@@ -198,15 +183,15 @@ def _inner_compile(
         write_out_alpha(gm)
         gm = plan_inference(session, gm)
         lower_frees(gm)
-    as_planned = planned_config() if is_planned(gm) else contextlib.nullcontext()
-    marks = marks_text(gm) if is_planned(gm) else ""
-    # Inductor's cache would hand out a backward that writes over saved tensors to one that may not.
-    identity = f"{marks} {donated_indices()}"
-    with applied(Purpose.EVERY_COMPILATION), as_planned, _asking_for(identity):
-        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+    is_backward = bool(kwargs.get("is_backward", False))
+    if not is_backward and session.outcome is not None:
+        session.compiling = _compiling(session.outcome)
+    process = session.compiling[is_backward]
+    if process is not None:
+        process.wait_for(gm, example_inputs, kwargs)
+    compiled = compile_graph(gm, example_inputs, **kwargs)
     if session.outcome is not None and not session.outcome.is_guess:
         choose_in_first_run(compiled)
-    is_backward = bool(kwargs.get("is_backward", False))
     if not session.options.verify:
         session.leave_unverified("the option 'verify' is off")
     elif isinstance(compiled, CompiledFxGraph):
@@ -215,6 +200,17 @@ def _inner_compile(
     else:
         session.leave_unverified("Inductor returned no Python wrapper that could be run")
     return compiled
+
+
+def _compiling(outcome: Outcome) -> tuple[CompiledBeside | None, CompiledBeside | None]:
+    """The processes that compile forward and backward; backward's is begun now if it is not yet."""
+    lowered = _lowered_of(outcome.measured)
+    if lowered is None and not outcome.is_guess:
+        return None, None
+    forward, backward = (None, None) if lowered is None else lowered.compiling
+    if backward is None:
+        backward = begin_backward(outcome.captured, lowered, compile_graph)
+    return forward, backward
 
 
 def choose_in_first_run(compiled: Any) -> None:
@@ -268,6 +264,9 @@ def _check_final(
     backward_follows = captured.backward is not None and not is_backward
     if backward_follows and not outcome.is_guess:
         return
+    if _is_measured(outcome, session.wrappers):
+        session.verify(outcome.measured)
+        return
     with at_sizes(session.assignment.sizes):
         backward = session.wrappers[1] if is_backward else None
         final = LoweredStep(captured, tuple(session.graphs), session.wrappers[0], backward)
@@ -314,10 +313,24 @@ def _check_final(
     session.verify(measured)
 
 
+def _is_measured(outcome: Outcome, wrappers: Sequence[Wrapper]) -> bool:
+    """Whether these wrappers are those that the promise was read from, letter for letter."""
+    lowered = _lowered_of(outcome.measured)
+    if lowered is None or lowered.captured.symbols or any(w.constants for w in wrappers):
+        return False
+    known = [w.source for w in (lowered.forward, lowered.backward) if w is not None]
+    return known == [wrapper.source for wrapper in wrappers]
+
+
 def _lowered_before(outcome: Outcome, *, is_backward: bool) -> Wrapper:
     """What was read while the graph was planned, which tells what each buffer belongs to."""
-    by_sizes = outcome.measured.by_sizes
+    lowered = _lowered_of(outcome.measured)
     found = None
-    if isinstance(by_sizes, ScheduleSizeModel):
-        found = by_sizes.lowered.backward if is_backward else by_sizes.lowered.forward
+    if lowered is not None:
+        found = lowered.backward if is_backward else lowered.forward
     return Wrapper("", {}) if found is None else found
+
+
+def _lowered_of(measured: Measured) -> LoweredStep | None:
+    by_sizes = measured.by_sizes
+    return by_sizes.lowered if isinstance(by_sizes, ScheduleSizeModel) else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from dtrcompile.compilation.in_chunks import ChunkedSteps, Split
+from dtrcompile.compilation.one_graph import compile_graph
 from dtrcompile.compilation.probing import ProbedPlan, StockSplit, asked, is_probing
 from dtrcompile.compilation.segments import fitted_in_segments
 from dtrcompile.compilation.session import Session, available_bytes, device_of_graph
@@ -31,6 +32,7 @@ from dtrcompile.passes.planning.planners import make_planner
 from dtrcompile.passes.planning.settings import COPY_LATENCY_NS
 from dtrcompile.passes.program.host_link import HostLink
 from dtrcompile.passes.program.sizes import at_sizes
+from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.target.tracing import not_traced
 from dtrcompile.passes.torch_private import (
     TracingContext,
@@ -255,9 +257,14 @@ def _fitter(session: Session, captured: Captured, *, always_emit: bool = False) 
     """
     options = session.options
     is_inductor = options.compiler == "inductor"
-    model: MemoryModel = (
-        InductorModel(session.may_estimate, options.lowering_s) if is_inductor else RefereeModel()
-    )
+    model: MemoryModel = RefereeModel()
+    if is_inductor:
+        may_compile = not is_probing() and current_target() is None
+        model = InductorModel(
+            session.may_estimate,
+            options.lowering_s,
+            compile_graph=compile_graph if may_compile else None,
+        )
     planner = make_planner(options.planner, **options.planner_options())
     if options.offload is not None:
         bytes_per_ns = options.offload

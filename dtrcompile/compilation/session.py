@@ -53,6 +53,7 @@ from dtrcompile.passes.fitting.fit import Limits, Outcome
 from dtrcompile.passes.fitting.measured import Measured
 from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.inductor import Wrapper
+from dtrcompile.passes.inductor.compiled_beside import CompiledBeside
 from dtrcompile.passes.program.program import Program, StorageKind
 from dtrcompile.passes.target.devices import current_target
 from dtrcompile.steps.planned import Assignment, Details, NextAssignment, Planned, around_bytes
@@ -111,6 +112,7 @@ class Session:
         available_bytes: what the device can give; None where it does not say.
         around_bytes: of a training step, what is there when an optimizer steps.
         graphs, wrappers: compiled so far, forward first.
+        compiling: processes that compile forward and backward.
     """
 
     options: Options
@@ -134,6 +136,7 @@ class Session:
     around_bytes: int = 0
     graphs: list[fx.GraphModule] = field(default_factory=list)
     wrappers: list[Wrapper] = field(default_factory=list)
+    compiling: tuple[CompiledBeside | None, CompiledBeside | None] = (None, None)
     _planned: tuple[Outcome | Summary, Planned] | None = None
     _facts: tuple[Captured, GraphFacts] | None = None
 

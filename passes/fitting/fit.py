@@ -93,6 +93,16 @@ class MemoryModel(ABC):
     def measure(self, captured: Captured, emitted: Emitted | None, stats: PlanStats) -> Measured:
         """Measure a plan's graphs, or, where ``emitted`` is None, the default split's."""
 
+    def measure_likely(
+        self, captured: Captured, emitted: Emitted | None, stats: PlanStats
+    ) -> Measured:
+        """The same of graphs that will probably be chosen: it may begin to compile them."""
+        return self.measure(captured, emitted, stats)
+
+    def give_up(self, measured: Measured) -> None:  # noqa: ARG002
+        """Graphs that were likely to be chosen will not be."""
+        return
+
     def guess(self, captured: Captured, stats: PlanStats) -> Measured | None:  # noqa: ARG002
         """What the default split holds, roughly and at once; None: it has to be measured.
 
@@ -691,9 +701,12 @@ class _Fit:
             return self.within_if_possible(agreed.least_budget_bytes, chosen, measured)
         return chosen
 
-    def measured(self, emitted: Emitted | None, plan: Plan, stats: PlanStats) -> Measured:
+    def measured(
+        self, emitted: Emitted | None, plan: Plan, stats: PlanStats, *, is_likely: bool = False
+    ) -> Measured:
         """What the memory model says of a plan's graphs, or, of None, of the default split's."""
-        measured = self.model.measure(self.captured, emitted, stats)
+        measure = self.model.measure_likely if is_likely else self.model.measure
+        measured = measure(self.captured, emitted, stats)
         if measured.by_sizes is None:
             measured = replace(measured, by_sizes=PlanSizeModel(self.captured, plan))
         return measured
@@ -793,8 +806,12 @@ class _Fit:
         """What counts against the budget."""
         return candidate.measured.peak_with(self.others)
 
-    def try_plan(self, plan: Plan) -> Candidate:
-        """Emit, verify and measure a plan, once."""
+    def try_plan(self, plan: Plan, *, is_likely: bool = False) -> Candidate:
+        """Emit, verify and measure a plan, once.
+
+        Args:
+            is_likely: it will probably be chosen.
+        """
         key = plan, self.speed_workspace_bytes
         if key not in self.candidates:
             with dynamo_timed(EMISSION):
@@ -811,7 +828,7 @@ class _Fit:
             start = time.perf_counter()
             self.say("lowering plan")
             with dynamo_timed(LOWERING):
-                measured = self.measured(emitted, plan, stats)
+                measured = self.measured(emitted, plan, stats, is_likely=is_likely)
             self.lowering_s += time.perf_counter() - start
             log.debug(
                 "plan %s: planned %d bytes, measured %d, overhead %.3f",
@@ -889,7 +906,8 @@ class _Fit:
         if self.model.gains_from_workspace(self.captured):
             speed_workspaces = [budget_bytes // SPEED_WORKSPACE_DIVISOR, 0]
         for self.speed_workspace_bytes in speed_workspaces:
-            best = self.cheapest_of(self.search(search, self.workspaces), budget_bytes)
+            found = self.search(search, self.workspaces, is_first_likely=True)
+            best = self.cheapest_of(found, budget_bytes)
             if best is None:
                 continue
             if not self.speed_workspace_bytes or self.is_speed_worth_its_cost(best, first):
@@ -920,13 +938,19 @@ class _Fit:
         return extra_ns <= SPEED_WORKSPACE_COST_SHARE * self.program.cost_ns
 
     def search(
-        self, search: BudgetSearch, known: Mapping[int, int], least_bytes: int | None = None
+        self,
+        search: BudgetSearch,
+        known: Mapping[int, int],
+        least_bytes: int | None = None,
+        *,
+        is_first_likely: bool = False,
     ) -> list[Candidate]:
         """The plans that were measured for a budget, whether they are within it or not.
 
         Args:
             known: residuals of operators.
             least_bytes: plans that surely hold more than this are not measured.
+            is_first_likely: the first plan will probably be chosen.
         """
         found: list[Candidate] = []
         attempts: list[Attempt] = []
@@ -949,7 +973,10 @@ class _Fit:
                     break
             if not self.may_go_on():
                 break
-            candidate = self.try_plan(plan)
+            is_likely = is_first_likely and not found
+            candidate = self.try_plan(plan, is_likely=is_likely)
+            if is_likely and self.peak(candidate) > search.budget_bytes:
+                self.model.give_up(candidate.measured)
             found.append(candidate)
             is_new = plan not in learned_from
             learned_from.add(plan)

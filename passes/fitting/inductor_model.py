@@ -21,7 +21,12 @@ from dtrcompile.passes.graphs.capture import Captured
 from dtrcompile.passes.graphs.emit import Emitted
 from dtrcompile.passes.inductor import LoweredStep, disk_cache, keep, lower, trace, trace_in_symbols
 from dtrcompile.passes.inductor.layouts import gains_from_workspace
-from dtrcompile.passes.inductor.lowering import graph_text, has_text, without_device_index
+from dtrcompile.passes.inductor.lowering import (
+    CompileGraph,
+    graph_text,
+    has_text,
+    without_device_index,
+)
 from dtrcompile.passes.nodes import Role, role, value
 from dtrcompile.passes.planning.planners.base import Planner
 from dtrcompile.passes.program.replay import PlanStats
@@ -38,6 +43,7 @@ class InductorModel(MemoryModel):
         is_checked_later: what is compiled will be measured, so that a guess may do until then.
         lowering_s: about how many seconds one search may lower plans; None: as long as it needs.
         strides_of_saved: name of a saved value -> the strides that Inductor last gave it.
+        compile_graph: compiles a graph that is likely to be chosen; None where nothing is compiled.
     """
 
     is_checked_later: bool = False
@@ -45,6 +51,7 @@ class InductorModel(MemoryModel):
     strides_of_saved: dict[str, tuple[int, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    compile_graph: CompileGraph | None = field(default=None, repr=False, compare=False)
 
     def guess(self, captured: Captured, stats: PlanStats) -> Measured | None:
         # With symbolic sizes PyTorch compiles backward early and drops what the check raises.
@@ -97,10 +104,32 @@ class InductorModel(MemoryModel):
         emitted: Emitted | None,
         stats: PlanStats,  # noqa: ARG002
     ) -> Measured:
+        return self._lowered(captured, emitted, None)
+
+    def measure_likely(
+        self,
+        captured: Captured,
+        emitted: Emitted | None,
+        stats: PlanStats,  # noqa: ARG002
+    ) -> Measured:
+        return self._lowered(captured, emitted, self.compile_graph)
+
+    def _lowered(
+        self, captured: Captured, emitted: Emitted | None, compile_graph: CompileGraph | None
+    ) -> Measured:
         split = (captured.forward, captured.backward)
         graphs = split if emitted is None else (emitted.forward, emitted.backward)
-        lowered = lower(captured, [gm for gm in graphs if gm is not None], self.strides_of_saved)
+        lowered = lower(
+            captured,
+            [gm for gm in graphs if gm is not None],
+            self.strides_of_saved,
+            compile_graph,
+        )
         return ScheduleSizeModel(lowered).replayed(present_sizes())
+
+    def give_up(self, measured: Measured) -> None:
+        if isinstance(measured.by_sizes, ScheduleSizeModel):
+            measured.by_sizes.lowered.stop_compiling()
 
 
 @dataclass(frozen=True)

@@ -54,15 +54,19 @@ def is_on() -> bool:
     return bool(inductor_config.fx_graph_cache) and not inductor_config.force_disable_caches
 
 
-def key_of(kind: str, *parts: object) -> str | None:
+def key_of(kind: str, *parts: object, settings: tuple[str, ...] = ("",)) -> str | None:
     """The key of an entry: covers ``parts`` and all of the surroundings that compilations read.
 
     None where entries are off, or where a setting cannot be told from another by its text.
+
+    Args:
+        settings: only these settings of Inductor's count: those whose names begin so.  The others,
+            and AOTAutograd's, are not the same while a graph is compiled and while it is loaded.
     """
     if not is_on():
         return None
     try:
-        surroundings = _surroundings()
+        surroundings = _surroundings(settings)
     except _NotPlain as error:
         log.debug("nothing is kept on disk: %s", error)
         return None
@@ -140,8 +144,9 @@ def _record(key: str, stored: Mapping[str, Any]) -> None:
     CacheArtifactManager.record_artifact(_ARTIFACT_TYPE, _relative_path(key), dict(stored))
 
 
-def _surroundings() -> tuple[object, ...]:
-    """What a schedule may depend on beside its graphs."""
+def _surroundings(prefixes: tuple[str, ...]) -> tuple[object, ...]:
+    """What a schedule may depend on beside its graphs; of the settings, those that begin so."""
+    modules = (inductor_config, functorch_config) if "" in prefixes else (inductor_config,)
     return (
         _installation(current_target()),
         torch.get_num_threads(),
@@ -156,8 +161,12 @@ def _surroundings() -> tuple[object, ...]:
         torch.backends.cuda.math_sdp_enabled(),
         [f"{name}={os.environ.get(name, '')}" for name in _ALLOCATOR_VARIABLES],
         *(
-            [f"{name}={_plain(value)}" for name, value in sorted(settings.items())]
-            for settings in (_settings(inductor_config), _settings(functorch_config))
+            [
+                f"{name}={_plain(value)}"
+                for name, value in sorted(_settings(module).items())
+                if name.startswith(prefixes)
+            ]
+            for module in modules
         ),
     )
 

@@ -104,21 +104,23 @@ class Lowered(BaseException):
 def stop_before_compiling(graph: Any) -> Any:
     """In place of ``GraphLowering.compile_to_module``: writes the wrapper, and compiles nothing."""
     code, _ = graph.codegen()
-    source = getattr(code, "value", code)
+    raise Lowered(wrapper_of(graph, getattr(code, "value", code)))
+
+
+def wrapper_of(graph: Any, source: str) -> Wrapper:
+    """What Inductor's ``GraphLowering`` knows of the wrapper that it wrote."""
     steps, operators, makers = (
         _of_buffers(graph, field) for field in ("step", "operator", "output_of")
     )
-    raise Lowered(
-        Wrapper(
-            source,
-            dict(graph.constants),
-            steps,
-            operators,
-            makers,
-            _written_over(graph, makers),
-            _draws(graph),
-            late_bytes_of(graph),
-        )
+    return Wrapper(
+        source,
+        dict(graph.constants),
+        steps,
+        operators,
+        makers,
+        _written_over(graph, makers),
+        _draws(graph),
+        late_bytes_of(graph),
     )
 
 

@@ -66,6 +66,9 @@ class _Compiled:
     number: int
 
 
+# Of Inductor's, those that the C++ compiler is run with.
+_CPP_SETTINGS = ("cpp.", "aot_inductor.")
+
 _COMPILED: dict[KernelSource, _Compiled] = {}
 _wait_for_others = AsyncCompile.wait
 
@@ -87,7 +90,8 @@ def compile_collected(self: AsyncCompile, scope: dict[str, Any]) -> None:
 
 def _compile_or_load(sources: Sequence[KernelSource]) -> None:
     """Have all of a wrapper's kernels in `_COMPILED`."""
-    key = disk_cache.key_of("kernels", sys.implementation.cache_tag, *sources)
+    tag = sys.implementation.cache_tag
+    key = disk_cache.key_of("kernels", tag, *sources, settings=_CPP_SETTINGS)
     entry = disk_cache.read(key)
     if entry is not None:
         _load_known(sources, entry["places"])

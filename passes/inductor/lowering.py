@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -25,6 +28,8 @@ from dtrcompile.passes.remembered import Remembered
 from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.torch_private import (
     BoxedBool,
+    BoxedDeviceIndex,
+    CompileFxKwargs,
     DebugContext,
     HigherOrderOperator,
     InProcessFxCompile,
@@ -37,76 +42,47 @@ from dtrcompile.passes.torch_private import (
 log = logging.getLogger("dtrcompile")
 
 
-def lower_graph(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[object],
-    *,
-    static_input_indices: Sequence[int],
-    is_backward: bool,
-    is_inference: bool,
-    beside: LoweredBeside | None = None,
-) -> Wrapper:
-    """Take a graph through Inductor up to its wrapper; ``gm`` is left as it is.
+@dataclass(frozen=True)
+class Request:
+    """A graph that Inductor is given, and what it is told beside.
 
-    Runs under the configuration that is active, which must be the one of the real compilation.
-
-    Args:
-        example_inputs: fake tensors, one a placeholder.
-        beside: what `lower_beside` returned, perhaps for other inputs.
-    """
-    request = _Request(gm, example_inputs, static_input_indices, is_backward, is_inference)
-    wrapper = request.known()
-    if wrapper is not None:
-        return wrapper
-    if beside is not None and beside.key == request.key:
-        wrapper = beside.wrapper()
-    if wrapper is None:
-        wrapper = request.lowered()
-    wrapper = replace(wrapper, key=None if wrapper.constants else request.disk_key)
-    _LOWERED.put(request.key, wrapper)
-    return wrapper
-
-
-def lower_beside(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[object],
-    *,
-    static_input_indices: Sequence[int],
-    is_backward: bool,
-    is_inference: bool,
-) -> LoweredBeside | None:
-    """Begin to lower a graph in another process; None if there is no need, or no such process."""
-    request = _Request(gm, example_inputs, static_input_indices, is_backward, is_inference)
-    if request.known() is not None:
-        return None
-    try:
-        return LoweredBeside(request.key, request.lowered)
-    except OSError as error:
-        log.debug("no process to lower a graph in: %s", error)
-        return None
-
-
-class _Request:
-    """A graph that is to be lowered.
+    Lowering leaves the graph as it is, compiling does not.
 
     Attributes:
-        key: of its wrapper, among those that are remembered.
-        disk_key: of its wrapper on disk, None where it is not kept.
+        inputs: fake tensors, one a placeholder.
+        static_input_indices: inputs that stay where they are.
+        donated: inputs of a backward graph whose memory it may write over.
     """
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[object],
-        static_input_indices: Sequence[int],
-        is_backward: bool,
-        is_inference: bool,
-    ) -> None:
-        self._what = gm, example_inputs, static_input_indices, is_backward, is_inference
-        others = tuple(static_input_indices), is_backward, is_inference
-        asked = _asked(gm, example_inputs, others)
-        self.key = asked, inductor_config.save_config()
-        self.disk_key = disk_cache.key_of("wrapper", asked) if has_text(gm) else None
+    graph: fx.GraphModule
+    inputs: Sequence[object]
+    static_input_indices: tuple[int, ...]
+    is_backward: bool
+    is_inference: bool
+    donated: Sequence[int] = ()
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Covers what a wrapper depends on beside the configuration."""
+        with self._donating():
+            return identity_of(
+                self.graph,
+                self.inputs,
+                self.static_input_indices,
+                is_backward=self.is_backward,
+                is_inference=self.is_inference,
+            )
+
+    @functools.cached_property
+    def key(self) -> tuple[str, bytes]:
+        """Of its wrapper, among those that are remembered, under the configuration that is active
+        when it is asked for first."""
+        return self.identity, inductor_config.save_config()
+
+    @functools.cached_property
+    def disk_key(self) -> str | None:
+        """Of its wrapper on disk, None where it is not kept."""
+        return disk_cache.key_of("wrapper", self.identity) if has_text(self.graph) else None
 
     def known(self) -> Wrapper | None:
         """The wrapper, if this process or an earlier one wrote it."""
@@ -121,31 +97,94 @@ class _Request:
 
     def lowered(self) -> Wrapper:
         """The wrapper, written now."""
-        return _lowered(*self._what)
+        with self._donating():
+            return _lowered(self)
+
+    def compiled(self, compile_graph: CompileGraph) -> object:
+        """The graph compiled as PyTorch has it compiled; it is changed by that."""
+        kind: dict[str, Any] = (
+            {"is_backward": True} if self.is_backward else {"is_inference": self.is_inference}
+        )
+        if "get_decomp_fn" in CompileFxKwargs.__annotations__:
+            kind["get_decomp_fn"] = select_decomp_table
+        with self._donating(), torch.no_grad():
+            return compile_graph(
+                self.graph,
+                self.inputs,
+                static_input_idxs=list(self.static_input_indices),
+                cudagraphs=BoxedBool(inductor_config.triton.cudagraphs),
+                graph_id=None,
+                boxed_forward_device_index=BoxedDeviceIndex(None),
+                **kind,
+            )
+
+    @contextlib.contextmanager
+    def _donating(self) -> Iterator[None]:
+        """Let Inductor see the donated inputs that AOTAutograd sets only after the partitioner."""
+        context = TracingContext.try_get()
+        if context is None or not self.is_backward:
+            yield
+            return
+        metadata = context.fw_metadata or SimpleNamespace()
+        with (
+            mock.patch.object(context, "fw_metadata", metadata),
+            mock.patch.object(metadata, "bw_donated_idxs", list(self.donated), create=True),
+        ):
+            yield
 
 
-def _lowered(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[object],
-    static_input_indices: Sequence[int],
-    is_backward: bool,
-    is_inference: bool,
-) -> Wrapper:
-    copy = copied_module(gm)
+CompileGraph = Callable[..., object]
+"""As Inductor's ``compile_fx_inner``."""
+
+
+def lower_graph(request: Request, beside: LoweredBeside | None = None) -> Wrapper:
+    """Take a graph through Inductor up to its wrapper.
+
+    Runs under the configuration that is active, which must be the one of the real compilation.
+
+    Args:
+        beside: a process that writes the wrapper of this request, or of another.
+    """
+    wrapper = request.known()
+    if wrapper is not None:
+        return wrapper
+    if beside is not None and beside.key == request.key:
+        wrapper = beside.wrapper()
+    if wrapper is None:
+        wrapper = request.lowered()
+    wrapper = replace(wrapper, key=None if wrapper.constants else request.disk_key)
+    _LOWERED.put(request.key, wrapper)
+    return wrapper
+
+
+def lower_beside(request: Request) -> LoweredBeside | None:
+    """Begin to lower a graph in another process; None if there is no need, or no such process."""
+    if request.known() is not None:
+        return None
+    try:
+        return LoweredBeside(request.key, request.lowered)
+    except OSError as error:
+        log.debug("no process to lower a graph in: %s", error)
+        return None
+
+
+def _lowered(request: Request) -> Wrapper:
+    copy = copied_module(request.graph)
     graph_kwargs: Any = {
         "cudagraphs": BoxedBool(False),
-        "static_input_idxs": tuple(static_input_indices),
-        "is_backward": is_backward,
+        "static_input_idxs": request.static_input_indices,
+        "is_backward": request.is_backward,
         "graph_id": None,
         "cpp_wrapper": False,
         "fx_wrapper": False,
-        "is_inference": is_inference,
+        "is_inference": request.is_inference,
         "boxed_forward_device_index": None,
         "layout_opt": None,
         "extern_node_serializer": None,
         "get_decomp_fn": select_decomp_table,
     }
-    inputs_to_check = get_input_idxs_to_check(example_inputs, static_input_indices)  # type: ignore[arg-type]
+    inputs: Any = request.inputs
+    inputs_to_check = get_input_idxs_to_check(inputs, request.static_input_indices)
     with (
         torch.utils._python_dispatch._disable_current_modes(),
         DebugContext(),
@@ -153,12 +192,7 @@ def _lowered(
         applied(Purpose.EVERY_COMPILATION, Purpose.DRY_RUN),
     ):
         try:
-            InProcessFxCompile().codegen_and_compile(
-                copy,
-                example_inputs,  # type: ignore[arg-type]
-                inputs_to_check,
-                graph_kwargs,
-            )
+            InProcessFxCompile().codegen_and_compile(copy, inputs, inputs_to_check, graph_kwargs)
         except Lowered as lowered:
             return lowered.wrapper
     raise VerificationError(NO_WRAPPER)
@@ -229,7 +263,14 @@ def has_text(gm: fx.GraphModule) -> bool:
     )
 
 
-def _asked(gm: fx.GraphModule, example_inputs: Sequence[object], others: object) -> str:
+def identity_of(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    static_input_indices: Sequence[int],
+    *,
+    is_backward: bool,
+    is_inference: bool,
+) -> str:
     """Covers what a wrapper depends on beside the configuration: graph, marks, inputs.
 
     The values that symbolic sizes were traced with are part of it: Inductor chooses by them, and
@@ -249,7 +290,9 @@ def _asked(gm: fx.GraphModule, example_inputs: Sequence[object], others: object)
             digest.update(f"{type(leaf)} {leaf}".encode())
         traced_with = [size.node.hint for size in sizes if isinstance(size, torch.SymInt)]
         digest.update(f"{traced_with}".encode())
-    digest.update(f"{others} {donated_indices()} {current_target()}".encode())
+    kind = tuple(static_input_indices), is_backward, is_inference
+    donated = donated_indices() if is_backward else None
+    digest.update(f"{kind} {donated} {current_target()}".encode())
     return digest.hexdigest()
 
 

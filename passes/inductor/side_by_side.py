@@ -1,8 +1,9 @@
-"""A graph that is lowered in another process while this process lowers a second graph.
+"""Work on a graph in another process, while this process works on a second graph.
 
-The other process is forked, so it has the graphs and all of PyTorch at once.  It writes the wrapper
-as JSON into a pipe and exits.  Where it fails, or where the wrapper cannot be written as JSON, the
-graph is lowered in this process instead, with the same result.
+The other process is forked, so it has the graphs and all of PyTorch at once.  A graph is lowered
+there, or compiled (`compiled_beside`).  The other process says what comes of it in lines that it
+writes into a pipe, a wrapper as JSON.  Where it fails, or where the wrapper cannot be written as
+JSON, this process does the work itself, with the same result.
 
 The other process lets go of every file that it inherited.  Where another thread starts a program
 at that moment, among these files are the ends of its pipes: the thread would wait until the forked
@@ -19,6 +20,7 @@ a fork, and a fork may move the memory that a network card was told of.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -50,7 +52,65 @@ def may_fork() -> bool:
     return not (is_distributed or torch.cuda.is_initialized() or torch.xpu.is_initialized())
 
 
-class LoweredBeside:
+Say = Callable[[bytes], None]
+
+
+class OtherProcess:
+    """A forked process, and what it says.
+
+    Args:
+        work: what the process does, given how it says a line.
+        patience_s: how long it may take at least, until it counts as stuck.
+
+    Raises:
+        OSError: if there can be no other process.
+    """
+
+    def __init__(self, work: Callable[[Say], None], patience_s: float = 0.0) -> None:
+        self._patience_s = patience_s
+        self._said = bytearray()
+        self._started_s = time.perf_counter()
+        self._pipe, pipe = os.pipe()
+        n_threads = torch.get_num_threads()
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of threads that hold locks; the wait for the process is bounded.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._process = os.fork()
+        except OSError:
+            os.close(self._pipe)
+            os.close(pipe)
+            raise
+        if self._process == 0:
+            _write_and_exit(pipe, work, n_threads)
+        os.close(pipe)
+
+    def line(self) -> bytes | None:
+        """The next line that the process says; None if it ended without, or is stuck."""
+        since_start_s = time.perf_counter() - self._started_s
+        patience_s = max(_LEAST_PATIENCE_S, self._patience_s, _PATIENCE * since_start_s)
+        deadline_s = time.perf_counter() + patience_s
+        while b"\n" not in self._said:
+            left_s = deadline_s - time.perf_counter()
+            if left_s <= 0 or not select.select([self._pipe], [], [], left_s)[0]:
+                return None
+            part = os.read(self._pipe, 1 << 20)
+            if not part:
+                return None
+            self._said += part
+        line, _, self._said = self._said.partition(b"\n")
+        return bytes(line)
+
+    def close(self) -> None:
+        """End the process, whether it is done or not."""
+        os.close(self._pipe)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # somebody waits for all processes
+            os.waitpid(self._process, 0)
+
+
+class LoweredBeside(OtherProcess):
     """A wrapper that another process writes.
 
     Attributes:
@@ -66,47 +126,24 @@ class LoweredBeside:
             OSError: if there can be no other process.
         """
         self.key = key
-        self._started_s = time.perf_counter()
-        self._pipe, pipe = os.pipe()
-        n_threads = torch.get_num_threads()
-        try:
-            with warnings.catch_warnings():
-                # Python 3.12 warns of threads that hold locks; the wait for the process is bounded.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self._process = os.fork()
-        except OSError:
-            os.close(self._pipe)
-            os.close(pipe)
-            raise
-        if self._process == 0:
-            _write_and_exit(pipe, lower, n_threads)
-        os.close(pipe)
+        super().__init__(lambda say: say(as_line(lower())))
 
     def wrapper(self) -> Wrapper | None:
         """The wrapper, once it is written; None if the process failed or is stuck."""
-        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * (time.perf_counter() - self._started_s))
-        deadline_s = time.perf_counter() + patience_s
-        found = bytearray()
-        while True:
-            left_s = deadline_s - time.perf_counter()
-            if left_s <= 0 or not select.select([self._pipe], [], [], left_s)[0]:
-                return None
-            part = os.read(self._pipe, 1 << 20)
-            if not part:
-                break
-            found += part
-        return Wrapper.of_entry(json.loads(found)) if found.endswith(b"}") else None
-
-    def close(self) -> None:
-        """End the process, whether it is done or not."""
-        os.close(self._pipe)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # somebody waits for all processes
-            os.waitpid(self._process, 0)
+        return of_line(self.line())
 
 
-def _write_and_exit(pipe: int, lower: Callable[[], Wrapper], n_threads: int) -> NoReturn:
+def as_line(wrapper: Wrapper) -> bytes:
+    """A wrapper as the other process says it: empty if it cannot be said."""
+    return b"" if wrapper.constants else json.dumps(wrapper.entry()).encode()
+
+
+def of_line(line: bytes | None) -> Wrapper | None:
+    """The wrapper that was said."""
+    return Wrapper.of_entry(json.loads(line)) if line else None
+
+
+def _write_and_exit(pipe: int, work: Callable[[Say], None], n_threads: int) -> NoReturn:
     """What the other process does; it exits without flushing or closing what it inherited."""
     status = 1
     try:
@@ -116,16 +153,18 @@ def _write_and_exit(pipe: int, lower: Callable[[], Wrapper], n_threads: int) -> 
         # OpenMP's threads are not there after a fork.  Inductor must see their number all the same.
         torch.set_num_threads(1)
         with mock.patch.object(torch, "get_num_threads", lambda: n_threads):
-            wrapper = lower()
-        if not wrapper.constants:
-            left = memoryview(json.dumps(wrapper.entry()).encode())
-            while left:
-                left = left[os.write(pipe, left) :]
+            work(functools.partial(_say, pipe))
         status = 0
     except BaseException:
-        pass  # the other process lowers the graph itself, and says what is wrong with it
+        pass  # the other process does the work itself, and says what is wrong with it
     finally:
         os._exit(status)
+
+
+def _say(pipe: int, line: bytes) -> None:
+    left = memoryview(line + b"\n")
+    while left:
+        left = left[os.write(pipe, left) :]
 
 
 def _share_no_lock() -> None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
@@ -28,12 +26,18 @@ from dtrcompile.passes.graphs.modules import (
     tokens,
 )
 from dtrcompile.passes.inductor import disk_cache
+from dtrcompile.passes.inductor.compiled_beside import CompiledBeside, begin_to_compile
 from dtrcompile.passes.inductor.dry_run import Wrapper
 from dtrcompile.passes.inductor.guards import noting_guards
-from dtrcompile.passes.inductor.lowering import lower_beside, lower_graph
+from dtrcompile.passes.inductor.lowering import (
+    CompileGraph,
+    Request,
+    lower_beside,
+    lower_graph,
+)
 from dtrcompile.passes.inductor.patches import keep_plan_order
 from dtrcompile.passes.inductor.schedule_trace import Cause, ScheduleTrace
-from dtrcompile.passes.inductor.side_by_side import may_fork
+from dtrcompile.passes.inductor.side_by_side import LoweredBeside, may_fork
 from dtrcompile.passes.inductor.wrapper_run import Recorder, Resident, Surroundings, run_step
 from dtrcompile.passes.nodes import hint, mark_of, value
 from dtrcompile.passes.program.program import Phase, StorageKind
@@ -44,7 +48,6 @@ from dtrcompile.passes.torch_private import (
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
     TangentAOTInput,
-    TracingContext,
     collect_fw_donated_buffer_idxs,
     count_tangents,
     functorch_config,
@@ -93,6 +96,9 @@ class LoweredStep:
         forward, backward: the wrappers; backward's is None for inference.
         traced: what `trace` has to say of them, where lowering them has shown it: their sizes do
             not change.
+        backward_request: what backward was lowered from, in the strides that forward gives to what
+            it saves.
+        compiling: processes that compile the graphs while the step is looked at.
     """
 
     captured: Captured
@@ -100,16 +106,27 @@ class LoweredStep:
     forward: Wrapper
     backward: Wrapper | None
     traced: ScheduleTrace | None = field(default=None, repr=False, compare=False)
+    backward_request: Request | None = field(default=None, repr=False, compare=False)
+    compiling: tuple[CompiledBeside | None, CompiledBeside | None] = field(
+        default=(None, None), repr=False, compare=False
+    )
 
     def of(self, captured: Captured) -> LoweredStep:
         """The same wrappers, where the same graphs hand on other outputs and tangents."""
         return replace(self, captured=captured, traced=None)
+
+    def stop_compiling(self) -> None:
+        """It is not needed."""
+        for process in self.compiling:
+            if process is not None:
+                process.close()
 
 
 def lower(
     captured: Captured,
     graphs: Sequence[fx.GraphModule],
     expected_strides: MutableMapping[str, tuple[int, ...]] | None = None,
+    compile_graph: CompileGraph | None = None,
 ) -> LoweredStep:
     """Take a step's graphs through Inductor up to its wrappers; no kernel is compiled.
 
@@ -121,6 +138,8 @@ def lower(
             left as they are.
         expected_strides: name of a saved value -> its strides, as earlier calls found them; what
             this call finds is added.
+        compile_graph: given for graphs that are likely to be compiled.  Where other processes can
+            do it, they go on to compile what they lower.
     """
     graphs = [copied_module(gm) for gm in graphs]
     for gm in graphs:
@@ -128,29 +147,22 @@ def lower(
     as_planned = planned_config() if is_planned(graphs[0]) else contextlib.nullcontext()
     # Inductor lowers with the hints, whatever the sizes that are planned for.
     with at_sizes(None), as_planned:
-        return _lowered(captured, graphs, {} if expected_strides is None else expected_strides)
+        strides = {} if expected_strides is None else expected_strides
+        return _lowered(captured, graphs, strides, compile_graph)
 
 
 def _lowered(
     captured: Captured,
     graphs: Sequence[fx.GraphModule],
     expected_strides: MutableMapping[str, tuple[int, ...]],
+    compile_graph: CompileGraph | None,
 ) -> LoweredStep:
-    is_inference = captured.backward is None
-    _mark_user_visible(graphs[0], captured.num_fwd_outputs, False, is_inference)
-    if is_inference:
-        forward = _lowered_forward(captured, graphs[0])
-        return LoweredStep(captured, tuple(graphs), forward, None)
+    request = _forward_request(captured, graphs[0])
+    if captured.backward is None:
+        return LoweredStep(captured, tuple(graphs), lower_graph(request), None)
     backward = graphs[1]
-    _mark_user_visible(backward, captured.num_fwd_outputs, True, False)
-    lowering_backward: Any = {
-        "static_input_indices": _static_in_backward(backward),
-        "is_backward": True,
-        "is_inference": False,
-    }
-    donated = _donated(graphs, captured.num_fwd_outputs)
     inputs_of_backward = placeholders(backward)
-    lowered: list[Wrapper] = []
+    lowered: list[tuple[Request, Wrapper]] = []
 
     def lower_backward(from_forward: Sequence[object]) -> Wrapper:
         inputs = [value(n) for n in inputs_of_backward]
@@ -158,39 +170,102 @@ def _lowered(
             if isinstance(received, torch.Tensor):
                 inputs[i] = _restrided(inputs[i], received.stride())
                 expected_strides[inputs_of_backward[i].name] = received.stride()
-        with _donating(donated):
-            lowered[:] = [lower_graph(backward, inputs, **lowering_backward, beside=beside)]
-            return lowered[0]
+        request = guess
+        if request is None or not _have_same_strides(request.inputs, inputs):
+            request = _backward_request(captured, graphs, inputs)
+        lowered[:] = [(request, lower_graph(request, beside[1]))]
+        return lowered[0][1]
 
-    beside = None
-    needs_no_device = device_of(captured).type == "cpu" or current_target() is not None
-    if not captured.symbols and needs_no_device and may_fork():
+    guess: Request | None = None
+    beside: Beside = (None, None)
+    if not captured.symbols and may_fork():
         given = {node.name for node in placeholders(graphs[0])}
         guessed = {n.name: _padded_strides(value(n)) for n in inputs_of_backward}
         strides = {**guessed, **dict.fromkeys(given), **expected_strides}
         inputs = [_restrided(value(n), strides[n.name]) for n in inputs_of_backward]
-        with _donating(donated):
-            beside = lower_beside(backward, inputs, **lowering_backward)
+        guess = _backward_request(captured, graphs, inputs)
+        beside = _begin(captured, request, guess, compile_graph)
+    compiling: list[CompiledBeside | None] = [None, None]
     try:
-        forward = _lowered_forward(captured, graphs[0])
+        forward = lower_graph(request, beside[0])
         recorder = Recorder(captured.allocator)
         traced = run_step(recorder, forward, lower_backward, _surroundings(captured, graphs))
+        ((backward_request, wrapper),) = lowered
+        for i, lowered_from in enumerate((request, backward_request)):
+            process = beside[i]
+            if isinstance(process, CompiledBeside) and process.key == lowered_from.key:
+                compiling[i] = process
     finally:
-        if beside is not None:
-            beside.close()
-    # With symbols, other sizes may count than those that it was lowered with.
-    known = None if captured.symbols else traced
-    return LoweredStep(captured, tuple(graphs), forward, lowered[0], known)
-
-
-def _lowered_forward(captured: Captured, forward: fx.GraphModule) -> Wrapper:
-    return lower_graph(
+        for process in beside:
+            if process is not None and process not in compiling:
+                process.close()
+    return LoweredStep(
+        captured,
+        tuple(graphs),
         forward,
-        [value(n) for n in placeholders(forward)],
-        static_input_indices=captured.static_input_indices,
-        is_backward=False,
-        is_inference=captured.backward is None,
+        wrapper,
+        # With symbols, other sizes may count than those that it was lowered with.
+        None if captured.symbols else traced,
+        backward_request,
+        (compiling[0], compiling[1]),
     )
+
+
+Beside = tuple[LoweredBeside | None, LoweredBeside | None]
+"""Processes that lower forward and backward."""
+
+
+def _begin(
+    captured: Captured,
+    forward: Request,
+    backward: Request,
+    compile_graph: CompileGraph | None,
+) -> Beside:
+    """Have other processes lower backward alone, or, where these can, compile both graphs."""
+    is_on_cpu = device_of(captured).type == "cpu"
+    if is_on_cpu and compile_graph is not None and forward.known() is None:
+        begun = begin_to_compile([forward, backward], compile_graph)
+        if begun is not None:
+            return begun[0], begun[1]
+    needs_no_device = is_on_cpu or current_target() is not None
+    return None, lower_beside(backward) if needs_no_device else None
+
+
+def begin_backward(
+    captured: Captured, lowered: LoweredStep | None, compile_graph: CompileGraph
+) -> CompiledBeside | None:
+    """Have another process compile backward, while this process compiles forward and runs it.
+
+    Args:
+        lowered: None for the default split in the strides that were traced.
+    """
+    if captured.backward is None or captured.symbols or device_of(captured).type != "cpu":
+        return None
+    request = None if lowered is None else lowered.backward_request
+    if request is None:
+        backward = copied_module(captured.backward)
+        inputs = [value(n) for n in placeholders(backward)]
+        request = _backward_request(captured, (captured.forward, backward), inputs)
+    begun = begin_to_compile([request], compile_graph)
+    return None if begun is None else begun[0]
+
+
+def _forward_request(captured: Captured, forward: fx.GraphModule) -> Request:
+    is_inference = captured.backward is None
+    _mark_user_visible(forward, captured.num_fwd_outputs, False, is_inference)
+    inputs = [value(n) for n in placeholders(forward)]
+    static = tuple(captured.static_input_indices)
+    return Request(forward, inputs, static, is_backward=False, is_inference=is_inference)
+
+
+def _backward_request(
+    captured: Captured, graphs: Sequence[fx.GraphModule], inputs: Sequence[object]
+) -> Request:
+    backward = graphs[1]
+    _mark_user_visible(backward, captured.num_fwd_outputs, True, False)
+    static = _static_in_backward(backward)
+    donated = _donated(graphs, captured.num_fwd_outputs)
+    return Request(backward, inputs, static, is_backward=True, is_inference=False, donated=donated)
 
 
 def keep(lowered: LoweredStep) -> None:
@@ -387,6 +462,14 @@ def _padded_strides(expected: Any) -> tuple[int, ...] | None:
     return tuple(strides) if is_padded else None
 
 
+def _have_same_strides(expected: Sequence[Any], received: Sequence[Any]) -> bool:
+    """Whether inputs without symbols are equal but for their strides, and these too."""
+    return all(
+        not isinstance(a, torch.Tensor) or a.stride() == b.stride()
+        for a, b in zip(expected, received, strict=True)
+    )
+
+
 def strides_like(shape: Sequence[Any], strides: Sequence[int]) -> list[Any]:
     """Strides for a shape of symbols that lay its dimensions out as numbers do at the hints.
 
@@ -424,21 +507,6 @@ def _donated(graphs: Sequence[fx.GraphModule], num_fwd_outputs: int) -> list[int
 
 def _val(argument: object) -> Any:
     return value(argument) if isinstance(argument, fx.Node) else None
-
-
-@contextlib.contextmanager
-def _donating(indices: list[int]) -> Iterator[None]:
-    """Let Inductor see the donated inputs that AOTAutograd sets only after the partitioner."""
-    context = TracingContext.try_get()
-    if context is None:
-        yield
-        return
-    metadata = context.fw_metadata or SimpleNamespace()
-    with (
-        mock.patch.object(context, "fw_metadata", metadata),
-        mock.patch.object(metadata, "bw_donated_idxs", indices, create=True),
-    ):
-        yield
 
 
 def _mark_user_visible(

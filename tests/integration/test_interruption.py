@@ -12,7 +12,7 @@ from torch import nn
 
 import dtrcompile
 from dtrcompile import progress
-from dtrcompile.compilation.inductor import _ASKED_FOR
+from dtrcompile.compilation.one_graph import asked_for
 from dtrcompile.compilation.session import CURRENT
 from dtrcompile.options import Options
 from dtrcompile.passes.fitting.fit import _Fit
@@ -56,7 +56,7 @@ def what_is_set() -> dict[str, Any]:
         "collector": gc.isenabled(),
         "listener": GraphLowering.save_output_code,
         "session": CURRENT.get(),
-        "asked for": _ASKED_FOR.get(),
+        "asked for": asked_for(),
         "Inductor": inductor_config.get_config_copy(),
         "AOTAutograd": functorch_config.get_config_copy(),
         "grad": torch.is_grad_enabled(),

@@ -18,8 +18,9 @@ from torch import fx, nn
 
 import dtrcompile
 from dtrcompile.compilation import kept_code
-from dtrcompile.compilation.inductor import DTRPartitioner, _asking_for
+from dtrcompile.compilation.inductor import DTRPartitioner
 from dtrcompile.compilation.kept_code import TOO_LARGE, KeptCode
+from dtrcompile.compilation.one_graph import asking_for
 from dtrcompile.options import Options
 from dtrcompile.passes.errors import InfeasibleBudgetError
 from dtrcompile.passes.fitting.measured import Measured
@@ -472,11 +473,11 @@ def test_what_is_held_is_remembered_for_what_is_known() -> None:
 
 def test_autograds_cache_is_bypassed_where_nothing_is_kept() -> None:
     partitioner = DTRPartitioner(Options.parse({"budget": "50%"}))
-    with _asking_for(None), pytest.raises(BypassAOTAutogradCache):
+    with asking_for(None), pytest.raises(BypassAOTAutogradCache):
         partitioner.uuid()
     seen = [partitioner.uuid()]
     for identity in ("one", "two"):
-        with _asking_for(identity):
+        with asking_for(identity):
             seen.append(partitioner.uuid())
     assert len(set(seen)) == len(seen)
 

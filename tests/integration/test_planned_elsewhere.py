@@ -407,9 +407,9 @@ def test_the_wrapper_has_each_copy_to_the_host_where_the_plan_has_it(
     found: list[tuple[fx.GraphModule, Wrapper]] = []
     lowered = lowering._lowered
 
-    def noted(gm: fx.GraphModule, *args: Any) -> Wrapper:
-        wrapper = lowered(gm, *args)
-        found.append((gm, wrapper))
+    def noted(request: lowering.Request) -> Wrapper:
+        wrapper = lowered(request)
+        found.append((request.graph, wrapper))
         return wrapper
 
     monkeypatch.setattr(lowering, "_lowered", noted)
