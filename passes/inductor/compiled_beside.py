@@ -42,6 +42,7 @@ from dtrcompile.passes.inductor.side_by_side import (
     of_line,
 )
 from dtrcompile.passes.torch_private import (
+    AsyncCompile,
     GraphLowering,
     HigherOrderOperator,
     V,
@@ -61,18 +62,19 @@ class CompiledBeside(LoweredBeside):
 
     Args:
         compile_graph: it is called in the other process.
+        n_threads: that run the C++ compiler there.
 
     Raises:
         OSError: if there can be no other process.
     """
 
-    def __init__(self, request: Request, compile_graph: CompileGraph) -> None:
+    def __init__(self, request: Request, compile_graph: CompileGraph, n_threads: int) -> None:
         self.key = request.key
         self._identity = request.identity
         self._is_compiled = False
         OtherProcess.__init__(
             self,
-            lambda say: _compile(request, compile_graph, say),
+            lambda say: _compile(request, compile_graph, n_threads, say),
             _PATIENCE_S_PER_OPERATOR * len(request.graph.graph.nodes),
         )
         _PROCESSES.add(self._process)
@@ -145,13 +147,15 @@ def begin_to_compile(
     Args:
         compile_graph: it is called in the other processes.
     """
-    n_free = len(os.sched_getaffinity(0)) - len(_running())
+    n_cores = len(os.sched_getaffinity(0))
+    n_free = n_cores - len(_running())
     if len(requests) > n_free or not _is_possible() or not all(map(_is_kept, requests)):
         return None
+    n_threads = min(inductor_config.compile_threads, n_cores // len(requests))
     found: list[CompiledBeside] = []
     try:
         for request in requests:
-            found.append(CompiledBeside(request, compile_graph))
+            found.append(CompiledBeside(request, compile_graph, n_threads))
     except OSError as error:
         log.debug("no process to compile a graph in: %s", error)
         for process in found:
@@ -189,11 +193,11 @@ def _is_read() -> bool:
     )
 
 
-def _compile(request: Request, compile_graph: CompileGraph, say: Say) -> None:
+def _compile(request: Request, compile_graph: CompileGraph, n_threads: int, say: Say) -> None:
     """What the other process does."""
-    # The threads that run the compiler in this process are not there.
+    AsyncCompile.pool.cache_clear()  # of threads, which are not there after a fork
     with (
-        inductor_config.patch(compile_threads=1),
+        inductor_config.patch(compile_threads=n_threads),
         mock.patch.object(kernels_together, "_compile", _ending_later(kernels_together._compile)),
         _saying_wrapper(say),
     ):
