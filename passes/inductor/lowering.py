@@ -105,6 +105,7 @@ class Request:
         kind: dict[str, Any] = (
             {"is_backward": True} if self.is_backward else {"is_inference": self.is_inference}
         )
+        # Releases that know it always say it, and the key of Inductor's cache covers it.
         if "get_decomp_fn" in CompileFxKwargs.__annotations__:
             kind["get_decomp_fn"] = select_decomp_table
         with self._donating(), torch.no_grad():

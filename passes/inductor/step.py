@@ -97,7 +97,7 @@ class LoweredStep:
         traced: what `trace` has to say of them, where lowering them has shown it: their sizes do
             not change.
         backward_request: what backward was lowered from, in the strides that forward gives to what
-            it saves.
+            it saves; None for inference, and for wrappers of compiled code.
         compiling: processes that compile the graphs while the step is looked at.
     """
 
@@ -128,7 +128,7 @@ def lower(
     expected_strides: MutableMapping[str, tuple[int, ...]] | None = None,
     compile_graph: CompileGraph | None = None,
 ) -> LoweredStep:
-    """Take a step's graphs through Inductor up to its wrappers; no kernel is compiled.
+    """Take a step's graphs through Inductor up to its wrappers; this process compiles no kernel.
 
     Forward and backward are lowered at the same time if the strides of what forward saves, which
     Inductor chooses, are as expected.
@@ -241,12 +241,13 @@ def begin_backward(
     """
     if captured.backward is None or captured.symbols or device_of(captured).type != "cpu":
         return None
-    request = None if lowered is None else lowered.backward_request
-    if request is None:
+    if lowered is not None:
+        request = lowered.backward_request
+    else:
         backward = copied_module(captured.backward)
         inputs = [value(n) for n in placeholders(backward)]
         request = _backward_request(captured, (captured.forward, backward), inputs)
-    begun = begin_to_compile([request], compile_graph)
+    begun = None if request is None else begin_to_compile([request], compile_graph)
     return None if begun is None else begun[0]
 
 
