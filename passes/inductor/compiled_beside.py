@@ -34,8 +34,7 @@ from dtrcompile.passes.inductor import kernels_together
 from dtrcompile.passes.inductor.dry_run import Wrapper, wrapper_of
 from dtrcompile.passes.inductor.lowering import CompileGraph, Request, identity_of
 from dtrcompile.passes.inductor.side_by_side import (
-    LoweredBeside,
-    OtherProcess,
+    GraphBeside,
     Say,
     as_line,
     may_fork,
@@ -57,7 +56,7 @@ _COMPILED = b"compiled"
 _PATIENCE_S_PER_OPERATOR = 0.05
 
 
-class CompiledBeside(LoweredBeside):
+class CompiledBeside(GraphBeside):
     """A graph that another process lowers, and then compiles.
 
     Args:
@@ -69,11 +68,10 @@ class CompiledBeside(LoweredBeside):
     """
 
     def __init__(self, request: Request, compile_graph: CompileGraph, n_threads: int) -> None:
-        self.key = request.key
         self._identity = request.identity
         self._is_compiled = False
-        OtherProcess.__init__(
-            self,
+        super().__init__(
+            request.key,
             lambda say: _compile(request, compile_graph, n_threads, say),
             _PATIENCE_S_PER_OPERATOR * len(request.graph.graph.nodes),
         )
@@ -81,7 +79,7 @@ class CompiledBeside(LoweredBeside):
         self._end = weakref.finalize(self, _end, self._process, self._pipe)
 
     def wrapper(self) -> Wrapper | None:
-        """As of `LoweredBeside`; the process goes on."""
+        """As of `GraphBeside`; the process goes on."""
         line = self.line()
         self._is_compiled = line == _COMPILED
         return None if self._is_compiled else of_line(line)

@@ -31,6 +31,7 @@ from dtrcompile.passes.torch_private import (
     CppPythonBindingsCodeCache,
     cache_dir,
     get_compile_threads,
+    inductor_config,
     kernel_code_log,
 )
 
@@ -69,7 +70,8 @@ class _Compiled:
 # Of Inductor's, those that the C++ compiler is run with.
 _CPP_SETTINGS = ("cpp.", "aot_inductor.")
 
-_COMPILED: dict[KernelSource, _Compiled] = {}
+# Of this process, by the settings that the compiler was run with.
+_COMPILED: dict[str, dict[KernelSource, _Compiled]] = {}
 _wait_for_others = AsyncCompile.wait
 
 
@@ -83,36 +85,48 @@ def compile_collected(self: AsyncCompile, scope: dict[str, Any]) -> None:
     """In place of ``AsyncCompile.wait``: compile what was collected, then wait for the rest."""
     wanted = {name: value for name, value in scope.items() if isinstance(value, KernelSource)}
     if wanted:
-        _compile_or_load(list(dict.fromkeys(wanted.values())))
-        scope.update({name: _COMPILED[source].function for name, source in wanted.items()})
+        compiled = _COMPILED.setdefault(_cpp_settings(), {})
+        _compile_or_load(list(dict.fromkeys(wanted.values())), compiled)
+        scope.update({name: compiled[source].function for name, source in wanted.items()})
     _wait_for_others(self, scope)
 
 
-def _compile_or_load(sources: Sequence[KernelSource]) -> None:
-    """Have all of a wrapper's kernels in `_COMPILED`."""
+def _cpp_settings() -> str:
+    settings = inductor_config.get_config_copy().items()
+    return str(sorted((name, str(v)) for name, v in settings if name.startswith(_CPP_SETTINGS)))
+
+
+def _compile_or_load(
+    sources: Sequence[KernelSource], compiled: dict[KernelSource, _Compiled]
+) -> None:
+    """Have all of a wrapper's kernels in ``compiled``."""
     tag = sys.implementation.cache_tag
     key = disk_cache.key_of("kernels", tag, *sources, settings=_CPP_SETTINGS)
     entry = disk_cache.read(key)
     if entry is not None:
-        _load_known(sources, entry["places"])
-    new = [source for source in sources if source not in _COMPILED]
-    _compile(new)
+        _load_known(sources, entry["places"], compiled)
+    new = [source for source in sources if source not in compiled]
+    _compile(new, compiled)
     if new or entry is None:
-        places = [(_COMPILED[s].library, _COMPILED[s].number) for s in sources]
+        places = [(compiled[s].library, compiled[s].number) for s in sources]
         disk_cache.write(key, {"places": places})
 
 
-def _load_known(sources: Sequence[KernelSource], places: Sequence[tuple[str, int]]) -> None:
+def _load_known(
+    sources: Sequence[KernelSource],
+    places: Sequence[tuple[str, int]],
+    compiled: dict[KernelSource, _Compiled],
+) -> None:
     """Load what an earlier process compiled together, as far as it is still there."""
     entry_points: dict[str, Callable[[int], Kernel] | None] = {}
     for source, (library, number) in zip(sources, places, strict=True):
-        if source in _COMPILED or not library:
+        if source in compiled or not library:
             continue
         if library not in entry_points:
             entry_points[library] = _entry_point(library)
         entry_point = entry_points[library]
         if entry_point is not None:
-            _COMPILED[source] = _Compiled(entry_point(number), library, number)
+            compiled[source] = _Compiled(entry_point(number), library, number)
 
 
 def _entry_point(library: str) -> Callable[[int], Kernel] | None:
@@ -128,7 +142,7 @@ def _entry_point(library: str) -> Callable[[int], Kernel] | None:
     return found
 
 
-def _compile(sources: Sequence[KernelSource]) -> None:
+def _compile(sources: Sequence[KernelSource], compiled: dict[KernelSource, _Compiled]) -> None:
     alone = []
     groups = [(group, _begin_together(group)) for group in _groups(sources)]
     for group, begun in groups:
@@ -140,9 +154,9 @@ def _compile(sources: Sequence[KernelSource]) -> None:
         else:
             library = os.path.relpath(entry_point.__self__.__file__, cache_dir())
             for number, source in enumerate(group):
-                _COMPILED[source] = _Compiled(entry_point(number), library, number)
+                compiled[source] = _Compiled(entry_point(number), library, number)
     for source, begun in [(source, _begin_alone(source)) for source in alone]:
-        _COMPILED[source] = _Compiled(begun(), "", 0)
+        compiled[source] = _Compiled(begun(), "", 0)
 
 
 def _groups(sources: Sequence[KernelSource]) -> list[list[KernelSource]]:

@@ -22,7 +22,7 @@ from dtrcompile.passes.graphs.modules import copied_module
 from dtrcompile.passes.inductor import disk_cache
 from dtrcompile.passes.inductor.dry_run import Lowered, Wrapper
 from dtrcompile.passes.inductor.patches import Purpose, applied
-from dtrcompile.passes.inductor.side_by_side import LoweredBeside
+from dtrcompile.passes.inductor.side_by_side import GraphBeside, LoweredBeside
 from dtrcompile.passes.nodes import mark_of
 from dtrcompile.passes.remembered import Remembered
 from dtrcompile.passes.target.devices import current_target
@@ -138,7 +138,7 @@ CompileGraph = Callable[..., object]
 """As Inductor's ``compile_fx_inner``."""
 
 
-def lower_graph(request: Request, beside: LoweredBeside | None = None) -> Wrapper:
+def lower_graph(request: Request, beside: GraphBeside | None = None) -> Wrapper:
     """Take a graph through Inductor up to its wrapper.
 
     Runs under the configuration that is active, which must be the one of the real compilation.

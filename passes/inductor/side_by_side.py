@@ -110,27 +110,40 @@ class OtherProcess:
             os.waitpid(self._process, 0)
 
 
-class LoweredBeside(OtherProcess):
-    """A wrapper that another process writes.
+class GraphBeside(OtherProcess):
+    """A process that works on a graph, and says its wrapper.
 
-    Attributes:
+    Args:
         key: what the wrapper is made from, as `lowering` identifies it.
+        work: as of `OtherProcess`; the wrapper is a line of what it says (`as_line`).
+        patience_s: as of `OtherProcess`.
+
+    Raises:
+        OSError: if there can be no other process.
     """
 
-    def __init__(self, key: object, lower: Callable[[], Wrapper]) -> None:
-        """
-        Args:
-            lower: gives the wrapper; it is called in the other process.
-
-        Raises:
-            OSError: if there can be no other process.
-        """
+    def __init__(self, key: object, work: Callable[[Say], None], patience_s: float = 0.0) -> None:
         self.key = key
-        super().__init__(lambda say: say(as_line(lower())))
+        super().__init__(work, patience_s)
 
     def wrapper(self) -> Wrapper | None:
         """The wrapper, once it is written; None if the process failed or is stuck."""
         return of_line(self.line())
+
+
+class LoweredBeside(GraphBeside):
+    """A graph that another process lowers.
+
+    Args:
+        key: as of `GraphBeside`.
+        lower: gives the wrapper; it is called in the other process.
+
+    Raises:
+        OSError: if there can be no other process.
+    """
+
+    def __init__(self, key: object, lower: Callable[[], Wrapper]) -> None:
+        super().__init__(key, lambda say: say(as_line(lower())))
 
 
 def as_line(wrapper: Wrapper) -> bytes:

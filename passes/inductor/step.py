@@ -37,7 +37,7 @@ from dtrcompile.passes.inductor.lowering import (
 )
 from dtrcompile.passes.inductor.patches import keep_plan_order
 from dtrcompile.passes.inductor.schedule_trace import Cause, ScheduleTrace
-from dtrcompile.passes.inductor.side_by_side import LoweredBeside, may_fork
+from dtrcompile.passes.inductor.side_by_side import GraphBeside, may_fork
 from dtrcompile.passes.inductor.wrapper_run import Recorder, Resident, Surroundings, run_step
 from dtrcompile.passes.nodes import hint, mark_of, value
 from dtrcompile.passes.program.program import Phase, StorageKind
@@ -211,7 +211,7 @@ def _lowered(
     )
 
 
-Beside = tuple[LoweredBeside | None, LoweredBeside | None]
+Beside = tuple[GraphBeside | None, GraphBeside | None]
 """Processes that lower forward and backward."""
 
 

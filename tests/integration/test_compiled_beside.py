@@ -143,13 +143,13 @@ def test_a_compiler_that_runs_is_not_interrupted(tmp_path: Path) -> None:
     """Half of a library would be taken for a whole one."""
     begins, ends = tmp_path / "begins", tmp_path / "ends"
 
-    def run_compiler(_: object) -> None:
+    def run_compiler(*_: object) -> None:
         begins.touch()
         time.sleep(1)
         ends.touch()
 
     def compile_graph(*_: object, **__: object) -> None:
-        kernels_together._compile([])
+        kernels_together._compile([], {})
         time.sleep(600)
 
     with pytest.MonkeyPatch.context() as patched:

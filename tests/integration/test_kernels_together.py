@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -46,9 +47,9 @@ def no_kernel_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The runs of the compiler, those for precompiled headers left out."""
-    runs: list[object] = []
+    runs: list[Any] = []
     build = cpp_builder.CppBuilder.build
 
     @functools.wraps(build)
@@ -75,7 +76,7 @@ def result_of(kernel: Any) -> list[float]:
     return y.tolist()
 
 
-def test_kernels_of_a_module_are_compiled_in_one_run(compilations: list[object]) -> None:
+def test_kernels_of_a_module_are_compiled_in_one_run(compilations: list[Any]) -> None:
     scope = compiled(twice=kernel_text("2 * x"), square=kernel_text("x * x"))
     assert result_of(scope["twice"]) == [2, 4, 6]
     assert result_of(scope["square"]) == [1, 4, 9]
@@ -90,7 +91,7 @@ def test_kernels_of_a_module_are_compiled_in_one_run(compilations: list[object])
 
 
 def test_as_many_sources_as_threads_compile(
-    compilations: list[object], monkeypatch: pytest.MonkeyPatch
+    compilations: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels_together, "get_compile_threads", lambda: 2)
     with mock.patch("torch._inductor.async_compile.get_compile_threads", lambda: 2):
@@ -100,7 +101,7 @@ def test_as_many_sources_as_threads_compile(
 
 
 def test_kernels_that_do_not_go_together_are_compiled_one_by_one(
-    compilations: list[object],
+    compilations: list[Any],
 ) -> None:
     """Two define the same function."""
     helper = "static inline float changed(float x) {{ return {}; }}"
@@ -120,7 +121,7 @@ def test_an_error_in_a_kernel_is_the_compilers() -> None:
 
 @pytest.mark.usefixtures("code_cache")
 def test_a_later_process_finds_what_was_compiled_together(
-    compilations: list[object], monkeypatch: pytest.MonkeyPatch
+    compilations: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = compiled(twice=kernel_text("2 * x"), square=kernel_text("x * x"))
     # Only one of them is new: its library is another.
@@ -147,6 +148,33 @@ def test_a_later_process_finds_what_was_compiled_together(
     assert result_of(scope["less"]) == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("code_cache")
+def test_a_later_process_finds_kernels_whatever_else_is_set(
+    compilations: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch loads compiled code under other settings than those that it was compiled under."""
+    compiled(twice=kernel_text("2 * x"))
+    monkeypatch.setattr(kernels_together, "_COMPILED", {})
+    with inductor_config.patch(comment_origin=not inductor_config.comment_origin):
+        assert result_of(compiled(twice=kernel_text("2 * x"))["twice"]) == [2, 4, 6]
+    assert len(compilations) == 1
+
+
+@pytest.mark.usefixtures("code_cache")
+@pytest.mark.parametrize("is_later", [False, True], ids=["this process", "a later one"])
+def test_other_flags_of_the_compiler_make_another_kernel(
+    compilations: list[Any], monkeypatch: pytest.MonkeyPatch, is_later: bool
+) -> None:
+    compiled(twice=kernel_text("2 * x"))
+    for is_unsafe in (True, False):
+        if is_later:
+            monkeypatch.setattr(kernels_together, "_COMPILED", {})
+        with inductor_config.patch("cpp.enable_unsafe_math_opt_flag", is_unsafe):
+            compiled(twice=kernel_text("2 * x"))
+    safe = "-fno-unsafe-math-optimizations"
+    assert [safe in run.get_command_line() for run in compilations] == [True, False]
+
+
 def test_a_call_with_wrong_arguments_is_an_error() -> None:
     kernel = compiled(twice=kernel_text("2 * x"))["twice"]
     x, y = torch.ones(3), torch.ones(3)
@@ -162,7 +190,7 @@ def test_a_kernel_is_what_its_arguments_and_its_text_say() -> None:
 
 @pytest.mark.slow
 @pytest.mark.inductor
-def test_a_model_has_the_same_gradients_bit_for_bit(compilations: list[object]) -> None:
+def test_a_model_has_the_same_gradients_bit_for_bit(compilations: list[Any]) -> None:
     def gradients(*, is_ours: bool) -> dict[str, Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(3)
