@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.declared import declaration
 from dtrcompile.passes.nodes import extent_bytes, hint, is_custom, is_on_cpu, map_by_name
+from dtrcompile.passes.process_switches import process_switches
 from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.target.workspaces import foreseen_bytes
 from dtrcompile.passes.torch_private import (
@@ -93,6 +94,7 @@ def measured_workspace_bytes(
     """`workspace_bytes` of any operator: also of one that holds a few bytes at most."""
     signature = (
         current_target(),
+        process_switches(),
         str(func),
         pytree.tree_map(_form, (tuple(args), tuple(sorted(kwargs.items())))),
     )

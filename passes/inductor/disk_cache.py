@@ -29,6 +29,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from dtrcompile.passes.device.costs import cpu_name
+from dtrcompile.passes.process_switches import process_switches
 from dtrcompile.passes.source_hash import hash_of_folders
 from dtrcompile.passes.target.devices import Target, current_target
 from dtrcompile.passes.torch_private import (
@@ -36,7 +37,6 @@ from dtrcompile.passes.torch_private import (
     cache_dir,
     functorch_config,
     inductor_config,
-    mkldnn_enabled,
     torch_key,
     write_atomic,
 )
@@ -149,16 +149,7 @@ def _surroundings(prefixes: tuple[str, ...]) -> tuple[object, ...]:
     modules = (inductor_config, functorch_config) if "" in prefixes else (inductor_config,)
     return (
         _installation(current_target()),
-        torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        mkldnn_enabled(),
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
+        *process_switches(),
         [f"{name}={os.environ.get(name, '')}" for name in _ALLOCATOR_VARIABLES],
         *(
             [

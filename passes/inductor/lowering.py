@@ -24,6 +24,7 @@ from dtrcompile.passes.inductor.dry_run import Lowered, Wrapper
 from dtrcompile.passes.inductor.patches import Purpose, applied
 from dtrcompile.passes.inductor.side_by_side import GraphBeside, LoweredBeside
 from dtrcompile.passes.nodes import mark_of
+from dtrcompile.passes.process_switches import process_switches
 from dtrcompile.passes.remembered import Remembered
 from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.torch_private import (
@@ -40,6 +41,9 @@ from dtrcompile.passes.torch_private import (
 )
 
 log = logging.getLogger("dtrcompile")
+
+
+WrapperKey = tuple[str, bytes, tuple[object, ...]]
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,10 @@ class Request:
             )
 
     @functools.cached_property
-    def key(self) -> tuple[str, bytes]:
+    def key(self) -> WrapperKey:
         """Of its wrapper, among those that are remembered, under the configuration that is active
         when it is asked for first."""
-        return self.identity, inductor_config.save_config()
+        return self.identity, inductor_config.save_config(), process_switches()
 
     @functools.cached_property
     def disk_key(self) -> str | None:
@@ -221,7 +225,7 @@ def _without_collector() -> Iterator[None]:
 
 # Wrappers by what they were made from: candidates of one plan often share a forward graph, and
 # recompilations share the default split's.
-_LOWERED = Remembered[tuple[str, bytes], Wrapper](64)
+_LOWERED = Remembered[WrapperKey, Wrapper](64)
 
 
 def graph_text(gm: fx.GraphModule) -> str:

@@ -113,6 +113,17 @@ def a_request(scale: int = 1) -> Request:
     return Request(gm, [torch.empty(4)], (), is_backward=False, is_inference=False)
 
 
+def test_wrappers_are_remembered_for_the_switches_that_they_were_written_under() -> None:
+    """Deterministic algorithms, for example, are other operators, with other buffers."""
+    before = a_request().key
+    assert a_request().key == before
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert a_request().key != before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def begun(compile_graph: Callable[..., object]) -> CompiledBeside:
     found = begin_to_compile([a_request()], compile_graph)
     assert found is not None

@@ -61,6 +61,22 @@ def test_fused_attention_is_measured_and_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_another_number_of_threads_is_measured_anew() -> None:
+    """Each thread of attention on a CPU has a buffer of its own, and Dynamo compiles again."""
+    heads = torch.zeros(2, 4, 512, 16)
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    result = attention(heads, heads, heads)
+    n_threads = torch.get_num_threads()
+    found = {}
+    try:
+        for n in (1, 2, 1):
+            torch.set_num_threads(n)
+            found[n] = workspace_bytes(attention, (heads, heads, heads), {}, result)
+    finally:
+        torch.set_num_threads(n_threads)
+    assert found[2] == 2 * found[1] > 0
+
+
 def test_a_profile_that_the_user_takes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = torch.ops.aten.convolution_backward.default
     images = torch.zeros(4, 32, 8, 8).to(memory_format=torch.channels_last)
