@@ -13,6 +13,8 @@ It takes a lock of its own in place of one that forked processes share (tqdm's, 
 whenever it interprets a graph): a process that is ended while it holds a shared lock never gives it
 back.
 
+Where memory runs out, Linux ends the other process, not this one.
+
 No process is forked once an accelerator or `torch.distributed` is in use: CUDA cannot be used after
 a fork, and a fork may move the memory that a network card was told of.
 """
@@ -30,6 +32,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
@@ -162,6 +165,7 @@ def _write_and_exit(pipe: int, work: Callable[[Say], None], n_threads: int) -> N
     try:
         _let_go_of_files(pipe)
         _share_no_lock()
+        _be_ended_first()
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches both
         # OpenMP's threads are not there after a fork.  Inductor must see their number all the same.
         torch.set_num_threads(1)
@@ -178,6 +182,12 @@ def _say(pipe: int, line: bytes) -> None:
     left = memoryview(line + b"\n")
     while left:
         left = left[os.write(pipe, left) :]
+
+
+def _be_ended_first() -> None:
+    """Where memory runs out, let the kernel end this process, whose work another one can do."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _share_no_lock() -> None:

@@ -132,6 +132,20 @@ def test_the_other_process_sees_the_number_of_threads(
     assert found.source == str(n_threads)
 
 
+@pytest.mark.skipif(
+    not os.access("/proc/self/oom_score_adj", os.W_OK), reason="a kernel without this file"
+)
+def test_where_memory_runs_out_the_other_process_is_ended(
+    beside: Callable[..., LoweredBeside],
+) -> None:
+    score = Path("/proc/self/oom_score_adj")
+    before = score.read_text()
+    found = beside(lambda: Wrapper(score.read_text(), {})).wrapper()
+    assert found is not None
+    assert int(found.source) == 1000
+    assert score.read_text() == before
+
+
 def test_no_process_where_one_would_be_useless_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert may_fork()
     with inductor_config.patch(compile_threads=1):
