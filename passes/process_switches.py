@@ -15,9 +15,9 @@ def process_switches() -> tuple[object, ...]:
     """
     return (
         torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         mkldnn_enabled(),
+        *(module.fp32_precision for module in _WITH_A_PRECISION),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.benchmark,
         torch.backends.cudnn.deterministic,
@@ -26,3 +26,21 @@ def process_switches() -> tuple[object, ...]:
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
     )
+
+
+# `torch.set_float32_matmul_precision` sets them too.  What it set, like ``allow_tf32``, can no
+# longer be asked for once one of them was set by itself: PyTorch raises a RuntimeError.
+_WITH_A_PRECISION = (
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,
+    torch.backends.cudnn.rnn,
+    torch.backends.mkldnn.matmul,
+    torch.backends.mkldnn.conv,
+    torch.backends.mkldnn.rnn,
+)
+
+
+def has_float32_products_in_lower_precision(device_type: str) -> bool:
+    """Whether a library may compute products of float32 in TF32 or in bfloat16."""
+    library = torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda
+    return library.matmul.fp32_precision in ("tf32", "bf16")

@@ -24,6 +24,7 @@ from dtrcompile.passes.device.costs import (
     row_bytes,
     size_hint,
 )
+from dtrcompile.passes.process_switches import has_float32_products_in_lower_precision
 from dtrcompile.passes.torch_private import pad_mm
 
 # As ``is_mm_compute_bound`` has it.
@@ -59,7 +60,7 @@ def _should_pad(match: Any, mat1: Any, mat2: Any, op: Any, input: Any = None) ->
 def is_faster(left: torch.Tensor, right: torch.Tensor, peaks: DevicePeaks) -> bool:
     """Whether a product takes less time with padding on a GPU of these peaks."""
     m, k, n = map(size_hint, (*left.shape[-2:], right.shape[-1]))
-    peak = peaks.matrix_peak(left.dtype, tf32=torch.backends.cuda.matmul.allow_tf32)
+    peak = peaks.matrix_peak(left.dtype, tf32=has_float32_products_in_lower_precision("cuda"))
     rows_bytes = row_bytes(left), row_bytes(right), n * left.element_size()
     if peak <= peaks.vector_flops or misaligned_slowdown(rows_bytes) == 1:
         return False

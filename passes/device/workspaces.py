@@ -27,7 +27,10 @@ from torch.utils import _pytree as pytree
 
 from dtrcompile.passes.declared import declaration
 from dtrcompile.passes.nodes import extent_bytes, hint, is_custom, is_on_cpu, map_by_name
-from dtrcompile.passes.process_switches import process_switches
+from dtrcompile.passes.process_switches import (
+    has_float32_products_in_lower_precision,
+    process_switches,
+)
 from dtrcompile.passes.target.devices import current_target
 from dtrcompile.passes.target.workspaces import foreseen_bytes
 from dtrcompile.passes.torch_private import (
@@ -131,7 +134,7 @@ def _is_measurable(func: OpOverload, args: Sequence[object]) -> bool:
     if func._schema.name in _PRODUCTS:
         return any(
             leaf.device.type != "cpu"
-            or leaf.dtype in (torch.bfloat16, torch.float16)
+            or _is_multiplied_in_low_precision(leaf.dtype)
             or not _is_for_blas(leaf)
             for leaf in args
             if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2
@@ -140,6 +143,13 @@ def _is_measurable(func: OpOverload, args: Sequence[object]) -> bool:
         return False
     is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
     return not is_view
+
+
+def _is_multiplied_in_low_precision(dtype: torch.dtype) -> bool:
+    """On a CPU."""
+    if dtype == torch.float32:
+        return has_float32_products_in_lower_precision("cpu")
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 def _is_random(func: OpOverload) -> bool:

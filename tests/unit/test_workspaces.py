@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -50,6 +52,28 @@ def test_products_are_measured_where_a_library_may_take_a_workspace(
             right = torch.empty(INNER, COLUMNS, device=device, dtype=dtype)
             workspace_bytes(mm, (left, right), {}, left.new_empty(ROWS, COLUMNS))
     assert measured == [mm, mm]
+
+
+@pytest.fixture
+def precision_is_restored() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("precision_is_restored")
+@pytest.mark.parametrize(
+    ("precision", "is_measured"), [("highest", False), ("high", True), ("medium", True)]
+)
+def test_products_of_float32_are_measured_where_a_library_may_round_them(
+    monkeypatch: pytest.MonkeyPatch, precision: str, is_measured: bool
+) -> None:
+    """oneDNN computes them in bfloat16 where the processor can, with copies in its own layout."""
+    monkeypatch.setattr(workspaces, "_CACHE", {})
+    monkeypatch.setattr(workspaces, "_measure", lambda *_: 32)
+    torch.set_float32_matmul_precision(precision)
+    left, right = torch.zeros(ROWS, INNER), torch.zeros(INNER, COLUMNS)
+    found = workspace_bytes(mm, (left, right), {}, torch.zeros(ROWS, COLUMNS))
+    assert found == (32 if is_measured else 0)
 
 
 def test_fused_attention_is_measured_and_draws_no_random_numbers() -> None:
