@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtrcompile.compilation.probing import ProbedPlan, is_probing
 from dtrcompile.compilation.source import GraphSource
@@ -26,6 +27,7 @@ from dtrcompile.steps.budgeted import (
     options_with_budget,
     register,
 )
+from dtrcompile.steps.calls import is_counted
 from dtrcompile.steps.ledger import Ledger, forget_steps, ledger_of, more_graphs_follow
 from dtrcompile.steps.shared_graph import Returned, SharedGraph
 from dtrcompile.steps.step_peak import StepPeak
@@ -84,6 +86,7 @@ def compile_graph(
         more_graphs_follow(gm),
         _device_of(parameters, example_inputs),
         [weakref.ref(p) for p in parameters],
+        _storages_read(gm),
         _received_bytes(gm),
         _returned(gm),
     )
@@ -104,6 +107,7 @@ class _Parts:
     more_follow: bool
     device: torch.device
     parameters: list[weakref.ref[nn.Parameter]]
+    read: dict[int, StorageWeakRef]
     received: list[int]
     returned: Returned
     step_peak: StepPeak | None = None
@@ -128,6 +132,7 @@ class _Parts:
                     symbols=symbols,
                     step_peak=step_peak,
                     parameters=parameters,
+                    read=self.read,
                     received=self.received,
                     returned=self.returned,
                 )
@@ -191,10 +196,20 @@ def _device_of(parameters: Iterable[torch.Tensor], inputs: Iterable[object]) -> 
 
 def _parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
     """The user's own parameters that a Dynamo graph reads, inputs or attributes of it."""
-    found = list(gm.parameters())
+    inputs = (value for value in _inputs(gm) if isinstance(value, nn.Parameter))
+    return [*gm.parameters(), *inputs]
+
+
+def _storages_read(gm: fx.GraphModule) -> dict[int, StorageWeakRef]:
+    """The storages of the user's tensors that a Dynamo graph is about to read, by identity."""
+    tensors = filter(is_counted, (*gm.parameters(), *gm.buffers(), *_inputs(gm)))
+    storages = (StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+    return {storage.cdata: storage for storage in storages}
+
+
+def _inputs(gm: fx.GraphModule) -> Iterator[object]:
+    """What the user's program gives a Dynamo graph in the call for which it is compiled."""
     for node in placeholders(gm):
         argument = node.meta.get("grapharg")
-        example = None if argument is None else argument.example
-        if isinstance(example, nn.Parameter):
-            found.append(example)
-    return found
+        if argument is not None:
+            yield argument.example

@@ -301,6 +301,7 @@ def external_bytes(
     calls: Sequence[Call[Any]],
     others: Sequence[Call[Any]] = (),
     emptied: frozenset[int] | None = None,
+    without: Iterable[int] = (),
 ) -> int:
     """Inputs of all calls, each storage once, without what the calls hand on to one another.
 
@@ -310,11 +311,11 @@ def external_bytes(
         others: calls of other forms of the step; of their inputs, those that outlived them.
         emptied: inputs that hold nothing at the moment that is asked for; of all moments that the
             calls saw, the one with the most bytes if it is None.
+        without: storages that count elsewhere.
     """
     inputs = input_bytes([*((c, c.outliving) for c in others), *((c, c.inputs) for c in calls)])
-    for call in calls:
-        for identity in call.outputs:
-            inputs.pop(identity, None)
+    for identity in (*without, *(i for call in calls for i in call.outputs)):
+        inputs.pop(identity, None)
     moments = [emptied] if emptied is not None else _emptied_at_moments(calls)
     gone_bytes = (sum(inputs.get(identity, 0) for identity in gone) for gone in moments)
     return sum(inputs.values()) - min(gone_bytes, default=0)

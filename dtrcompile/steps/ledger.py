@@ -139,7 +139,9 @@ class Ledger:
         outside = sum(w.kept_bytes for w in self.waiting())
         if self.recording.has_all_calls:
             calls = [c for c in self.calls if c.graph is not of_graph]
-            outside += external_bytes(calls, self.related_calls(), emptied_now(calls))
+            emptied = emptied_now(calls)
+            # What the graph reads is among its own constants.
+            outside += external_bytes(calls, self.related_calls(), emptied, of_graph.read)
             outside += self.own_inputs_bytes(of_graph)
         else:
             outside += sum(

@@ -30,12 +30,13 @@ import enum
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtrcompile.options import BudgetKind, Options
 from dtrcompile.outside.step_check import Expected, StepCheck, check_of
@@ -217,14 +218,17 @@ class SharedGraph:
         symbols: Symbols,
         step_peak: StepPeak,
         parameters: Iterable[nn.Parameter],
-        received: Sequence[int] = (),
+        read: Mapping[int, StorageWeakRef],
+        received: Sequence[int],
         returned: Returned,
     ) -> None:
         """
         Args:
+            read: the storages, by identity, that its first call reads.
             received: bytes of the inputs that were computed from what needs gradients.
             returned: the outputs that may be given up before backward.
         """
+        self.read = read
         self.received = received
         self.returned = returned
         self.ledger = ledger

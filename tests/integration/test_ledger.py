@@ -222,6 +222,30 @@ def test_inference_waits_for_no_backward(budget: object) -> None:
     assert all(r.kind == "inference" and not r.recomputed for r in reports)
 
 
+def test_graphs_that_read_the_same_parameters_hold_them_once() -> None:
+    """As in generation: the second graph reads what the first one returned, and the same model."""
+    module, other = Block(), Block()
+    # Buffers and other inputs are no parameters.
+    module.register_buffer("table", torch.randn(WIDTH, WIDTH))
+    x = torch.randn(8, WIDTH)
+
+    def first(x: Tensor) -> Tensor:
+        return module(x @ module.table)  # type: ignore[no-any-return]
+
+    def second(x: Tensor, y: Tensor) -> Tensor:
+        return other(module(x @ module.table) + y).sum()  # type: ignore[no-any-return]
+
+    first, second = (compile_dtr(f, "1GiB", compiler="eager") for f in (first, second))
+    with torch.no_grad():
+        kept = first(x)
+        second(x, kept)
+        # Another step, in which both are known.
+        second(x, first(x))
+    alone, beside = dtrcompile.reports()
+    assert alone.kind == beside.kind == "inference"
+    assert beside.outside_bytes == alone.outside_bytes == 0
+
+
 def test_an_output_that_an_earlier_graph_made_may_be_handed_on() -> None:
     module, x = model_and_batch()
     compiled = compile_dtr(module, 10**9, compiler="eager")
