@@ -24,6 +24,8 @@ from torch._dynamo import mark_static_address
 from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._dynamo.convert_frame import output_codes
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     SkipFrame,

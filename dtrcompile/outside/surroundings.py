@@ -46,6 +46,7 @@ from dtrcompile.passes.device.optimizer_step import (
     storage_bytes,
 )
 from dtrcompile.passes.errors import InfeasibleBudgetError
+from dtrcompile.passes.untraced import untraced
 
 KEPT = "gradients kept from an earlier backward"
 _NONE_FOUND = (
@@ -195,7 +196,10 @@ class OptimizerSteps:
         self.count = 0
         counter = weakref.ref(self)
 
+        @untraced
         def hook(_optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+            if torch.compiler.is_compiling():  # an optimizer's step of the user's
+                return
             steps = counter()
             if steps is not None:
                 steps.count += 1
@@ -423,7 +427,10 @@ _Form: TypeAlias = tuple[tuple[int, ...], int, str]
 def before_steps(of: weakref.ref[Any], look: Callable[[Any, Optimizer], None]) -> None:
     """Call ``look(owner, optimizer)`` before each optimizer's steps, as long as its owner lives."""
 
+    @untraced
     def hook(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         owner = of()
         if owner is not None:
             look(owner, innermost(optimizer))

@@ -52,6 +52,7 @@ from dtrcompile.passes.torch_private import (
     output_codes,
     register_frame_compilation_hook,
 )
+from dtrcompile.passes.untraced import untraced
 
 log = logging.getLogger("dtrcompile")
 
@@ -86,6 +87,10 @@ _REMEDIES = {
         "Take the print out, or add print to torch._dynamo.config.reorderable_logging_functions"
     ),
     "torch.compiler.disable": "Take torch.compiler.disable off the function",
+    "Tensor.backward": (
+        "Compile the model with its loss and call backward() outside of it, or compile the whole"
+        " step with dtrcompile.train_step"
+    ),
     "Tensor.item()": "Keep the value a tensor",
     "Dynamic shape operator": (
         "Write it so that no size depends on values, with torch.where and a mask for example"
@@ -312,6 +317,7 @@ def look_at_backward(node: Any, peak_bytes: int, saved_bytes: int, called_at: st
     # A hook that held the node would hold what is saved for a backward that never comes.
     reference = weakref.ref(node)
 
+    @untraced
     def arrived(_gradients: Any) -> None:
         handle.remove()
         calls = backward_calls()

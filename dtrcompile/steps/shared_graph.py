@@ -58,6 +58,7 @@ from dtrcompile.passes.torch_private import (
     exceptions_allowed_to_be_fallback,
     top_saved_tensors_hooks,
 )
+from dtrcompile.passes.untraced import untraced
 from dtrcompile.report import drop_report
 from dtrcompile.steps.autograd_nodes import backward_node, waits
 from dtrcompile.steps.calls import Call
@@ -558,6 +559,7 @@ class SharedGraph:
         """Whether its plan allows for so many calls that wait when it is called."""
         return any(holding <= foreseen for foreseen in self.foreseen)
 
+    @untraced
     def _forget(self, node: weakref.ref[Any]) -> None:
         self.waiting.pop(node, None)
 
@@ -690,4 +692,9 @@ def planned_of(graph: SharedGraph) -> Planned:
 
 def _looking_at_kept(graph: SharedGraph, args: Sequence[Any]) -> Callable[[Any], None]:
     planned, parameters = graph.planned, graph.kept.of(args)
-    return lambda _gradients: graph.look_at_kept(parameters, planned)
+
+    @untraced
+    def look(_gradients: Any) -> None:
+        graph.look_at_kept(parameters, planned)
+
+    return look

@@ -25,6 +25,8 @@ class StepPeak:
         size_bytes: the largest that was seen of one graph, 0 before the first training step.
         of_several_bytes: of a step of several graphs, once such a step was over.
         around_bytes: what is there when an optimizer steps: constants and results.
+        of_models_bytes: for a graph that reads no parameters, and so belongs to no model: the
+            largest of all models.
         may_train: a parameter of the model wants a gradient, so a training step may come.
     """
 
@@ -32,6 +34,7 @@ class StepPeak:
     of_several_bytes: int = 0
     may_train: bool = False
     around_bytes: int = 0
+    of_models_bytes: int = 0
 
     def see(self, size_bytes: int, around_bytes: int = 0) -> None:
         """A training step holds this much without a budget, and this when an optimizer steps."""
@@ -78,6 +81,8 @@ class StepPeak:
         if self.size_bytes:
             seen_bytes = max(self.size_bytes, self.of_several_bytes)
             step_bytes = max(seen_bytes, unbudgeted_bytes if trains else 0)
+        elif not trains:
+            step_bytes = max(unbudgeted_bytes, self.of_models_bytes)
         whole_bytes = beside.whole_bytes(step_bytes, self.around_bytes)
         return options.resolve_budget_bytes(whole_bytes, available_bytes)
 
@@ -93,6 +98,10 @@ class StepPeaks:
         """The one that graphs which read any of these parameters share."""
         parameters = list(parameters)
         with self._lock:
+            if not parameters:
+                models = list(self._by_parameter.values())
+                peaks = (max(p.size_bytes, p.of_several_bytes) for p in models)
+                return StepPeak(of_models_bytes=max(peaks, default=0))
             known = [self._by_parameter[p] for p in parameters if p in self._by_parameter]
             peak = max(known, key=lambda p: p.size_bytes, default=StepPeak())
             for parameter in parameters:

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dtrcompile.outside.loss import outside_loss
 from dtrcompile.passes.errors import ChangedInputError
 from dtrcompile.passes.torch_private import FakeTensor, keeps_graph, storage_use_count
+from dtrcompile.passes.untraced import untraced
 from dtrcompile.steps.autograd_nodes import (
     PYTHONS_HOLD,
     backward_node,
@@ -222,6 +223,7 @@ class Waiting:
             return backward_node(result), held_edges(result)
 
 
+@untraced
 def _run_backward(waiting: Waiting, name: str, *gradients: Any) -> Any:
     """Stands in for the method ``name`` of a waiting call's node."""
     node, graph, call = waiting.node(), waiting.graph(), waiting.call

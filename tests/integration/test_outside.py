@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -219,6 +220,42 @@ def test_gradients_taken_by_torch_func() -> None:
     (message,) = told()
     assert "torch.compile(step" in message
     assert str(inspect.getsourcefile(test_gradients_taken_by_torch_func)) in message
+
+
+def test_a_compiled_function_that_trains() -> None:
+    """It breaks at ``backward()``; what autograd and the optimizer call of this package's is no
+    part of it."""
+    modules = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))) for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+
+    def step_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = module(x).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    step, plain = map(step_of, modules)
+    compiled = compile_dtr(step, "80%", compiler="eager")
+    x = batch(256)
+    for _ in range(4):
+        torch.testing.assert_close(compiled(x), plain(x))
+    package = os.path.dirname(dtrcompile.__file__)
+    assert not any(message.startswith(package) for message in told())
+    (message,) = [m for m in told() if m.startswith(line_of(step, "loss.backward()"))]
+    assert "dtrcompile.train_step" in message
+    training, *others = dtrcompile.reports()
+    assert training.kind == "training"
+    # Of the optimizer, and of what reads no parameter: each may hold a share of the training step.
+    budgets = [r.budget_bytes for r in others if r.budget_bytes is not None]
+    assert len(budgets) >= 2
+    assert min(budgets) >= int(0.8 * training.baseline_peak_bytes)
 
 
 def test_a_loss_outside() -> None:
