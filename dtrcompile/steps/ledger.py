@@ -69,6 +69,10 @@ _SHARE_OF_ONE = (
     "The budget is {} of this graph alone. If the training step has more graphs (modules that are"
     " compiled one by one), options={{'several_graphs': True}} makes it a share of the whole step."
 )
+_SHARE_OF_STEP = (
+    "The budget is {} of the largest training step so far; this graph, without gradients, may hold"
+    " as much."
+)
 _FIRST_STEP = (
     "This is what the first step needs up to this graph. Other graphs of the step are not planned"
     " yet, and the whole step may need more."
@@ -404,7 +408,9 @@ class Ledger:
         if more_follow or self.waiting_calls():
             advice = _FIRST_STEP
         elif self.options.budget.kind is BudgetKind.SHARE and not graph.returned.has_loss:
-            advice = _SHARE_OF_ONE.format(self.options.budget)
+            has_no_gradients = not graph.returned.size_bytes
+            is_of_step = has_no_gradients and graph.step_peak.size_bytes
+            advice = (_SHARE_OF_STEP if is_of_step else _SHARE_OF_ONE).format(self.options.budget)
         else:
             return refusal
         return refusal.with_advice(f"{refusal.advice} {advice}".strip())

@@ -374,8 +374,8 @@ class SharedGraph:
             at_call = self.code.at(self.symbols.sizes(values))
             if at_call is not None and at_call.trains:
                 self.step_peak.see(at_call.baseline.peak_bytes, at_call.around_bytes)
-        if self.decided_with != self.step_peak.size_bytes:
-            self.decided_with = self.step_peak.size_bytes
+        step_bytes = self.step_peak.size_bytes
+        if self.decided_with != step_bytes:
             self.family.reconsider()
         if not (options.is_whole_peak or self.assignment.is_provisional):
             self.code = self._chosen(values)
@@ -385,7 +385,8 @@ class SharedGraph:
             known = self.code.what_is_known()
             if known is not None and self.assignment.beside != known.assignment.beside:
                 self.code.change_assignment(self.assignment)
-        self.values = values
+        # (Not where no plan fits: the next call is refused again.)
+        self.values, self.decided_with = values, step_bytes
         self._code_suits()
 
     def _outgrows(self, values: Values) -> bool:

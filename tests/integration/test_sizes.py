@@ -245,23 +245,24 @@ def test_evaluation_takes_no_share_of_its_own(guard: Callable[[], Any]) -> None:
     assert _trained(module, compiled, torch.randn(200, 32)) <= budget_bytes
 
 
+class Evaluated(nn.Module):
+    """Keeps every layer's result, which the training step does not."""
+
+    def __init__(self, module: Blocks) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.module.layers:
+            x = layer(x).tanh()
+            kept.append(x.sin())
+        return sum((k.exp() for k in kept), x).mean()
+
+
 def test_evaluation_is_held_to_the_training_steps_budget() -> None:
     module = Blocks(depth=3)
-
-    class Evaluated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            # Keeps every layer's result, which the training step does not.
-            kept = []
-            for layer in self.module.layers:
-                x = layer(x).tanh()
-                kept.append(x.sin())
-            return sum((k.exp() for k in kept), x).mean()
-
-    evaluated = Evaluated()
+    evaluated = Evaluated(module)
     train = compile_dtr(module, "80%", dynamic=False)
     evaluate = compile_dtr(evaluated, "80%", dynamic=False)
     large = torch.randn(400, 32)
@@ -271,10 +272,20 @@ def test_evaluation_is_held_to_the_training_steps_budget() -> None:
     module.zero_grad()
     training = dtrcompile.reports()[-1]
     assert training.budget_bytes is not None and unbounded > training.budget_bytes
-    with torch.no_grad(), pytest.raises(InfeasibleBudgetError):
-        evaluate(large)
+    for _ in range(2):  # the second time as well
+        with torch.no_grad(), pytest.raises(InfeasibleBudgetError):
+            evaluate(large)
     with torch.no_grad():
         assert _peak(lambda: evaluate(torch.randn(60, 32))) <= training.budget_bytes
+
+
+def test_a_refused_evaluation_says_what_its_share_is_of() -> None:
+    module = Blocks(depth=3)
+    compile_dtr(module, "80%", dynamic=False)(torch.randn(60, 32)).backward()
+    module.zero_grad()
+    evaluate = compile_dtr(Evaluated(module), "80%", dynamic=False)
+    with torch.no_grad(), pytest.raises(InfeasibleBudgetError, match="80% of the largest training"):
+        evaluate(torch.randn(400, 32))
 
 
 def test_a_share_is_one_of_the_largest_step_seen() -> None:
