@@ -37,10 +37,18 @@ def kernel_text(expression: str, helper: str = "") -> str:
     )
 
 
+def forget_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(kernels_together, "_COMPILED", {})
+    for name in [n for n in sys.modules if n.endswith(".kernel")]:
+        monkeypatch.delitem(sys.modules, name)
+    CppPythonBindingsCodeCache.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def no_kernel_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a new process with empty caches."""
-    monkeypatch.setattr(kernels_together, "_COMPILED", {})
+    """As in a new process with an empty folder."""
+    forget_libraries(monkeypatch)
     monkeypatch.setattr(kernels_together, "get_compile_threads", lambda: 1)
     with fresh_cache():
         yield
@@ -139,10 +147,7 @@ def test_a_later_process_finds_what_was_compiled_together(
     gone.unlink()
     torn.unlink()
     torn.write_bytes(b"\x7fELF")
-    monkeypatch.setattr(kernels_together, "_COMPILED", {})
-    for name in [n for n in sys.modules if n.endswith(".kernel")]:
-        monkeypatch.delitem(sys.modules, name)
-    CppPythonBindingsCodeCache.cache_clear()
+    forget_libraries(monkeypatch)
     scope = compiled(square=kernel_text("x * x"), less=kernel_text("x - 1"))
     assert result_of(scope["square"]) == [1, 4, 9]
     assert result_of(scope["less"]) == [0, 1, 2]

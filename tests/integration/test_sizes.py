@@ -129,7 +129,8 @@ def test_a_share_of_two_models_is_one_of_their_largest_step_together() -> None:
         nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32))
         for width in (48, 24)
     ]
-    compiled = [compile_dtr(m, "92%", dynamic=None) for m in models]
+    # (Before PyTorch 2.13, whose autograd holds gradients for longer, less is infeasible.)
+    compiled = [compile_dtr(m, "98%", dynamic=None) for m in models]
     budgets = []
     for n in (256, 256, 100, 256, 100):
         for model in models:
