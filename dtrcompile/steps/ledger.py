@@ -947,7 +947,8 @@ def _naming_at_most(needed_bytes: int, budget_bytes: int) -> Iterator[None]:
     try:
         yield
     except InfeasibleBudgetError as refusal:
-        if _minimum_of(refusal) <= needed_bytes:
+        # (A call that has released what it saved may need it although there is room for it now.)
+        if _minimum_of(refusal) <= needed_bytes or needed_bytes <= budget_bytes:
             raise
         raise InfeasibleBudgetError(
             budget_bytes, minimum_bytes=needed_bytes, advice=refusal.advice

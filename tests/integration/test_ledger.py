@@ -1179,7 +1179,8 @@ def test_a_graph_of_any_size_whose_caller_holds_what_earlier_steps_dropped(dropp
             module.zero_grad(set_to_none=True)
             peaks.append(static_bytes(module, x) + live_peak_bytes(step))
     assert max(peaks) <= budget
-    assert any(released)
+    # (Before PyTorch 2.13, plans leave room for what autograd holds until a backward returns.)
+    assert any(released) == (RELEASE >= (2, 13))
     assert dtrcompile.reports()[-1].promised_peak_bytes >= peaks[-1] - 8  # the loss
 
 
