@@ -27,7 +27,7 @@ from dtrcompile.steps.budgeted import (
     options_with_budget,
     register,
 )
-from dtrcompile.steps.calls import is_counted
+from dtrcompile.steps.calls import is_counted, views_all
 from dtrcompile.steps.ledger import Ledger, forget_steps, ledger_of, more_graphs_follow
 from dtrcompile.steps.shared_graph import Returned, SharedGraph
 from dtrcompile.steps.step_peak import StepPeak
@@ -201,9 +201,12 @@ def _parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
 
 
 def _storages_read(gm: fx.GraphModule) -> dict[int, StorageWeakRef]:
-    """The storages of the user's tensors that a Dynamo graph is about to read, by identity."""
+    """The storages of the user's tensors that a Dynamo graph is about to read whole, by identity.
+
+    Of a slice, the graph knows no more than its own bytes.
+    """
     tensors = filter(is_counted, (*gm.parameters(), *gm.buffers(), *_inputs(gm)))
-    storages = (StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+    storages = (StorageWeakRef(t.untyped_storage()) for t in tensors if views_all(t))
     return {storage.cdata: storage for storage in storages}
 
 

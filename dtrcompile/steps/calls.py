@@ -241,6 +241,11 @@ def _view(tensor: torch.Tensor) -> range:
     return range(start, min(start + extent_bytes(tensor), tensor.untyped_storage().nbytes()))
 
 
+def views_all(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has all the bytes of its storage, its gaps included."""
+    return len(_view(tensor)) == tensor.untyped_storage().nbytes()
+
+
 def input_bytes(calls: Iterable[tuple[Call[Any], Container[int]]]) -> dict[int, int]:
     """Identity -> bytes of the inputs of several calls.
 

@@ -225,7 +225,7 @@ class SharedGraph:
     ) -> None:
         """
         Args:
-            read: the storages, by identity, that its first call reads.
+            read: the storages, by identity, that its first call reads whole.
             received: bytes of the inputs that were computed from what needs gradients.
             returned: the outputs that may be given up before backward.
         """

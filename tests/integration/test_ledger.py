@@ -246,6 +246,16 @@ def test_graphs_that_read_the_same_parameters_hold_them_once() -> None:
     assert beside.outside_bytes == alone.outside_bytes == 0
 
 
+def test_slices_of_one_tensor_are_held_beside_one_another() -> None:
+    x = torch.randn(16, WIDTH)
+    first = compile_dtr(lambda x: x.sin(), "1GiB", compiler="eager")
+    second = compile_dtr(lambda x, y: (x.cos() * y).sum(), "1GiB", compiler="eager")
+    with torch.no_grad():
+        second(x[8:], first(x[:8]))
+    _, beside = dtrcompile.reports()
+    assert beside.outside_bytes == x[:8].nbytes
+
+
 def test_an_output_that_an_earlier_graph_made_may_be_handed_on() -> None:
     module, x = model_and_batch()
     compiled = compile_dtr(module, 10**9, compiler="eager")
