@@ -64,8 +64,10 @@ _TORCH, _PACKAGE, _LIBRARY = (
 _SITE_PACKAGES = _LIBRARY + "site-packages"
 _CONVERT_FRAME = "torch._dynamo.convert_frame"
 _RESUMED = "torch_dynamo_resume_in_"
-# What stands between the graphs of DDP's buckets is nothing.
+# Nothing stands between the graphs of DDP's buckets, or before those of an optimizer's step, which
+# PyTorch begins with a break of its own.
 _DDP = "DDPOptimizer"
+_OPTIMIZERS = os.path.dirname(torch.optim.__file__) + os.sep
 _LOGGER_METHOD = re.compile(r"method: <Logger [^>]*>\.(\w+)")
 # Dynamo's reason where it met the real one inside of a function that the line calls; the real one
 # is then the last that it counted.
@@ -158,6 +160,8 @@ def graph_break(gm: fx.GraphModule) -> str:
     """
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break or reason.reason.startswith(_DDP):
+        return ""
+    if reason.user_stack and reason.user_stack[-1].filename.startswith(_OPTIMIZERS):
         return ""
     where, line = _place(reason.user_stack, gm.forward.__code__)
     why = reason.reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -246,9 +245,8 @@ def test_a_compiled_function_that_trains() -> None:
     x = batch(256)
     for _ in range(4):
         torch.testing.assert_close(compiled(x), plain(x))
-    package = os.path.dirname(dtrcompile.__file__)
-    assert not any(message.startswith(package) for message in told())
-    (message,) = [m for m in told() if m.startswith(line_of(step, "loss.backward()"))]
+    (message,) = told()
+    assert message.startswith(line_of(step, "loss.backward()"))
     assert "dtrcompile.train_step" in message
     training, *others = dtrcompile.reports()
     assert training.kind == "training"
