@@ -48,6 +48,7 @@ from dtrcompile.passes.torch_private import (
     inductor_config,
     should_use_remote_fx_graph_cache,
 )
+from dtrcompile.passes.untraced import untraced
 
 log = logging.getLogger("dtrcompile")
 
@@ -116,6 +117,7 @@ class CompiledBeside(GraphBeside):
         self._end()
 
 
+@untraced
 def _end(process: int, pipe: int) -> None:
     os.close(pipe)
     if process in _running():
