@@ -1162,6 +1162,8 @@ def test_the_second_step_that_holds_a_result_is_observed_and_the_third_planned_f
     budget = dtrcompile.reports()[-1].baseline_peak_bytes * 70 // 100
     promised = _promised(budget, (*(False,) * 6, *(True,) * 3))  # after six, no step is recorded
     assert promised[6] == promised[7] < promised[8] <= budget
+    if RELEASE >= (2, 13):  # before, the first such step finds no room and is compiled for less
+        assert promised[5] == promised[7]
 
 
 @pytest.mark.inductor

@@ -11,30 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import dtrcompile
+from tests.integration.scenarios import WIDTH, Attention
 from workloads.training import compile_dtr
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class Attention(nn.Module):
-    """One layer, and its loss."""
-
-    def __init__(self, n_heads: int = 4, head_dim: int = 16) -> None:
-        super().__init__()
-        self.head_shape = (n_heads, head_dim)
-        self.inputs = nn.Linear(n_heads * head_dim, 3 * n_heads * head_dim)
-        self.output = nn.Linear(n_heads * head_dim, n_heads * head_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, self.head_shape).transpose(1, 2)
-            for part in self.inputs(x).chunk(3, -1)
-        )
-        heads = nn.functional.scaled_dot_product_attention(query, key, value)
-        return self.output(heads.transpose(1, 2).flatten(-2)).square().mean()
 
 
 @pytest.fixture
@@ -48,8 +30,8 @@ def threads_are_restored() -> Iterator[None]:
 @pytest.mark.usefixtures("threads_are_restored")
 def test_a_step_with_more_threads_holds_what_is_promised_for_it() -> None:
     """Each thread of attention on a CPU has buffers of its own."""
-    module, x = Attention(), torch.randn(2, 512, 64)
-    step = compile_dtr(module, "1GiB", compiler="inductor")
+    module, x = Attention(), torch.randn(2, 512, WIDTH)
+    step = compile_dtr(lambda x: module(x).square().mean(), "1GiB", compiler="inductor")
     promised = []
     for n_threads in (1, 2):
         torch.set_num_threads(n_threads)

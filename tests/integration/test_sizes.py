@@ -22,7 +22,7 @@ from dtrcompile.passes.inductor.step import strides_like
 from dtrcompile.passes.program.sizes import Sizes, at_sizes
 from dtrcompile.probe import planned_outcome
 from workloads import changing_sizes
-from workloads.training import compile_dtr, executor_checked, relative_error
+from workloads.training import RELEASE, compile_dtr, executor_checked, relative_error
 
 
 class Blocks(nn.Module):
@@ -129,8 +129,9 @@ def test_a_share_of_two_models_is_one_of_their_largest_step_together() -> None:
         nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32))
         for width in (48, 24)
     ]
-    # (Before PyTorch 2.13, whose autograd holds gradients for longer, less is infeasible.)
-    compiled = [compile_dtr(m, "98%", dynamic=None) for m in models]
+    # Before PyTorch 2.13, whose autograd holds gradients for longer, 92 % are infeasible.
+    share = "92%" if RELEASE >= (2, 13) else "98%"
+    compiled = [compile_dtr(m, share, dynamic=None) for m in models]
     budgets = []
     for n in (256, 256, 100, 256, 100):
         for model in models:
